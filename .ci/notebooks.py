@@ -1,0 +1,198 @@
+"""Looks after the notebooks: runs them, renders the README, and checks that they are clean and exported."""
+import argparse
+import filecmp
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbconvert import MarkdownExporter
+from nbconvert.filters import strip_ansi
+from nbdev.clean import nbdev_clean
+from nbdev.config import get_config
+from nbdev.doclinks import nbglob
+from nbdev.process import extract_directives
+from traitlets.config import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+NBS = ROOT / "nbs"
+README = ROOT / "README.md"
+FRONTMATTER_LINE = re.compile(r"^- [\w-]+: .*\n?", re.MULTILINE)  # nbdev's `- key: value` below the title
+DIRECTIVE_LINES = re.compile(r"\A(\s*#\s*\|.*(\n|\Z))+")
+LINK = re.compile(r'(\]\(|src=")([^)"#\s]+)')
+NO_SOURCE_TAG = "no-source"  # our exporter shows only the outputs of cells with this tag
+SKIP_TAG = "skip-execution"  # nbclient leaves cells with this tag alone, their outputs too
+
+
+def directives(cell) -> dict:
+    "The `#|` directives of a code cell, as nbdev reads them."
+    return extract_directives(cell, remove=False) if cell.cell_type == "code" else {}
+
+
+def is_false(found: dict, name: str) -> bool:
+    "Whether the directive `name` is there and says false."
+    return found.get(f"{name}:", [""])[0].lower() == "false"
+
+
+# execute
+
+
+def is_skipped(cell) -> bool:
+    "Whether nbdev_test would skip this cell."
+    found = directives(cell)
+    return is_false(found, "eval") or bool(found.keys() & set(get_config().tst_flags.split()))
+
+
+def write_atomically(path: Path, text: str):
+    "Replace `path` in one step, so that an interruption leaves the old file."
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def execute_one(path: Path, run_all: bool):
+    "Run one notebook in a kernel of its own and store its outputs."
+    nb = nbformat.read(path, as_version=4)
+    for cell in nb.cells:
+        if is_skipped(cell) and not run_all: cell.metadata.tags = [SKIP_TAG]  # nbdev_clean removes the tag again
+    where = {"metadata": {"path": str(path.parent)}}
+    quiet = ["--log-level=ERROR"]
+    NotebookClient(nb, timeout=None, skip_cells_with_tag=SKIP_TAG, resources=where, extra_arguments=quiet).execute()
+    write_atomically(path, nbformat.writes(nb))
+    nbdev_clean.__wrapped__(str(path))
+
+
+def execute(args) -> int:
+    "Run notebooks in place; those that come after a failing one are not run."
+    for path in args.notebooks or sorted(nbglob(NBS, as_path=True)):
+        print(f"running {path}", flush=True)
+        execute_one(Path(path).resolve(), args.all)
+    return 0
+
+
+# readme
+
+
+def relink(match: re.Match) -> str:
+    "Links of index.ipynb are relative to nbs/, those of the README to its parent."
+    before, target = match.groups()
+    return before + (posixpath.normpath(f"nbs/{target}") if (NBS / target).exists() else target)
+
+
+def readme_markdown(cell, is_title: bool):
+    "A markdown cell as the README shows it."
+    source = FRONTMATTER_LINE.sub("", cell.source) if is_title else cell.source
+    cell.source = LINK.sub(relink, source)
+    return cell
+
+
+def readme_code(cell):
+    "A code cell as the README shows it, or None where it is hidden."
+    found = directives(cell)
+    if found.keys() & {"hide", "export", "exporti", "default_exp"} or is_false(found, "include"): return None
+    if is_false(found, "echo"): cell.metadata.tags = [NO_SOURCE_TAG]
+    cell.source = DIRECTIVE_LINES.sub("", cell.source)
+    if is_false(found, "output"): cell.outputs = []
+    return cell
+
+
+def readme_cells(cells: list) -> list:
+    "The cells that the README shows; raw cells are frontmatter."
+    titles = [c for c in cells if c.cell_type == "markdown"][:1]
+    shown = [readme_code(c) if c.cell_type == "code" else readme_markdown(c, c in titles) for c in cells if c.cell_type != "raw"]
+    return [c for c in shown if c is not None]
+
+
+def markdown_exporter() -> MarkdownExporter:
+    "nbconvert's exporter, preferring the outputs that GitHub shows best."
+    config = Config()
+    config.NbConvertBase.display_data_priority = ["text/markdown", "image/png", "text/html", "text/plain"]
+    config.TagRemovePreprocessor.enabled = True
+    config.TagRemovePreprocessor.remove_input_tags = {NO_SOURCE_TAG}
+    return MarkdownExporter(config=config)
+
+
+def render_readme() -> str:
+    "The text of README.md."
+    nb = nbformat.read(NBS / get_config().readme_nb, as_version=4)
+    nb.cells = readme_cells(nb.cells)
+    nb.metadata.language_info = {"name": "python"}  # for the code fences; nbdev_clean removes it from notebooks
+    text, resources = markdown_exporter().from_notebook_node(nb)
+    if resources.get("outputs"): sys.exit("index.ipynb: save figures under nbs/images and link to them; the README cannot hold them")
+    return re.sub(r"\n{3,}", "\n\n", strip_ansi(text)).strip() + "\n"
+
+
+def readme(args) -> int:
+    "Write README.md, or with --check compare it."
+    text = render_readme()
+    if not args.check: write_atomically(README, text)
+    elif README.read_text(encoding="utf-8") != text:
+        print("README.md differs from nbs/index.ipynb: run `make readme`", file=sys.stderr)
+        return 1
+    return 0
+
+
+# checks: both work on copies, so the tree is never changed and need not be a git checkout
+
+
+def check_clean(args) -> int:
+    "Fail if nbdev_clean would change a notebook."
+    with tempfile.TemporaryDirectory() as folder:
+        copies = Path(folder) / "nbs"
+        shutil.copytree(NBS, copies, symlinks=True)
+        nbdev_clean.__wrapped__(str(copies))
+        dirty = [p for p in sorted(nbglob(NBS, as_path=True)) if p.read_bytes() != (copies / p.relative_to(NBS)).read_bytes()]
+    for path in dirty: print(f"{path.relative_to(ROOT)} is not clean: run `make export`", file=sys.stderr)
+    return int(bool(dirty))
+
+
+def export_copy(folder: Path):
+    "Export the notebooks into `folder`, from nothing but __init__.py, so that a module without a notebook is noticed."
+    shutil.copy(ROOT / "settings.ini", folder)
+    shutil.copytree(NBS, folder / "nbs", symlinks=True)
+    (folder / "altgrad").mkdir()
+    shutil.copy(ROOT / "altgrad/__init__.py", folder / "altgrad")
+    env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # nbdev_export does nothing where it is set
+    code = "from nbdev.doclinks import nbdev_export; nbdev_export.__wrapped__()"
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, check=True)
+
+
+def check_export(args) -> int:
+    "Fail if exporting the notebooks would change altgrad/."
+    with tempfile.TemporaryDirectory() as folder:
+        export_copy(Path(folder))
+        new, old = Path(folder, "altgrad"), ROOT / "altgrad"
+        names = sorted({p.name for p in [*new.glob("*.py"), *old.glob("*.py")]})
+        _, differ, missing = filecmp.cmpfiles(new, old, names, shallow=False)
+    for name in sorted(differ + missing):
+        print(f"altgrad/{name} is not what the notebooks export: run `make export` (it overwrites edits made in altgrad/)", file=sys.stderr)
+    return int(bool(differ + missing))
+
+
+def parse_args() -> argparse.Namespace:
+    "The command line."
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("execute", help="run notebooks in place and keep their outputs")
+    run.add_argument("notebooks", nargs="*", type=Path, help="default: all of them")
+    run.add_argument("--all", action="store_true", help="also run cells marked eval: false, notest or slow")
+    run.set_defaults(function=execute)
+    render = commands.add_parser("readme", help="write README.md from nbs/index.ipynb")
+    render.add_argument("--check", action="store_true", help="only compare; exit 1 if it differs")
+    render.set_defaults(function=readme)
+    commands.add_parser("check-clean", help="would nbdev_clean change a notebook?").set_defaults(function=check_clean)
+    commands.add_parser("check-export", help="would nbdev_export change altgrad/?").set_defaults(function=check_export)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    args.notebooks = [p.resolve() for p in getattr(args, "notebooks", [])]
+    os.chdir(ROOT)  # nbdev finds settings.ini from the working directory
+    sys.exit(args.function(args))

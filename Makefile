@@ -1,0 +1,61 @@
+# Works with GNU make 3.81 and later. `make` alone lists the targets.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+# Tests run with an empty home folder: they neither write to yours nor find a key or a cache there, and they stay offline.
+# One thread each: two notebooks at a time with torch's default threads were over ten times slower on two busy cores (24 s against 280 s and more).
+ISOLATED := env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME -u XDG_DATA_HOME HOME="$(CURDIR)/.venv/home" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lab export notebooks readme docs quarto
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: $(INSTALLED) ## train the BF16 baseline and three 8-bit formats, and compare them in runs/demo
+	$(BIN)/altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 e7m0_fp8 --out runs/demo
+
+test: $(INSTALLED) ## lint, clean and exported notebooks, the notebooks' own tests, pytest
+	@mkdir -p .venv/home
+	@echo "== ruff: the code has no lint"
+	@$(BIN)/ruff check -q --output-format concise --config .ci/ruff.toml altgrad tests setup.py .ci
+	@echo "== nbdev_clean: the notebooks carry no needless metadata"
+	@$(ISOLATED) $(BIN)/python .ci/notebooks.py check-clean
+	@echo "== nbdev_export: altgrad/ is what the notebooks export"
+	@$(ISOLATED) $(BIN)/python .ci/notebooks.py check-export
+	@echo "== nbdev_test: every notebook runs"
+	@$(ISOLATED) $(BIN)/nbdev_test --n_workers 2 --timing
+	@echo "== pytest: tests/"
+	@$(ISOLATED) $(BIN)/python -m pytest -q tests
+
+lab: $(INSTALLED) ## open the notebooks in JupyterLab
+	$(BIN)/jupyter lab nbs
+
+export: $(INSTALLED) ## write altgrad/ from the notebooks, and clean the notebooks
+	$(BIN)/nbdev_export
+	$(BIN)/nbdev_clean
+
+notebooks: export ## run every notebook again and keep the outputs (slow)
+	$(BIN)/python .ci/notebooks.py execute
+
+readme: $(INSTALLED) ## write README.md from nbs/index.ipynb
+	$(BIN)/python .ci/notebooks.py readme
+
+# nbdev_docs renders a README of its own where README.md is older than index.ipynb, hence the touch.
+docs: quarto $(INSTALLED) ## build the web site in _docs (needs Quarto)
+	@touch README.md
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/nbdev_docs
+
+quarto:
+	@command -v quarto >/dev/null || { echo "make docs needs Quarto: https://quarto.org/docs/get-started" >&2; exit 2; }
+
+# The stamp is written last, so an interrupted install is done again.
+$(INSTALLED): settings.ini setup.py constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "AltGrad needs Python 3.11 or newer, but $(PYTHON) is: $$($(PYTHON) --version 2>&1 | tail -n 1). Try make PYTHON=python3.12" >&2; \
+	    exit 1; }; \
+	  $(PYTHON) -m venv --clear .venv; }
+	@echo "Installing AltGrad and its packages into .venv; the first time takes minutes (torch is large)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --use-pep517 -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,179 @@
+"""The command line as a program: what it prints, what it leaves on disk, and what it says when something is wrong."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
+SMALL = {"max_steps": 12, "batch_size": 4, "block_size": 32, "warmup_steps": 2, "eval_every": 4, "eval_windows": 8, "checkpoint_every": 4}
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory):
+    return {**os.environ, "ALTGRAD_CACHE": str(tmp_path_factory.mktemp("cache")), "COLUMNS": "200"}
+
+
+def settings(**changes) -> list[str]:
+    return [arg for key, value in {**SMALL, **changes}.items() for arg in ("--set", f"{key}={value}")]
+
+
+def run(env, *args, timeout=120):
+    return subprocess.run([*ALTGRAD, *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def timeless(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if k not in ("tokens_per_s", "wall_clock_s")} for row in rows]
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compared(env, tmp_path_factory):
+    "A comparison of all eight formats with the baseline, and what the command printed."
+    out = tmp_path_factory.mktemp("runs")
+    names = ["bf16_baseline"] + [f"e{e}m{7 - e}_fp8" for e in range(8)]
+    return out, names, run(env, "compare", *names, *settings(), "--out", out, timeout=400)
+
+
+def test_compare_prints_its_table_and_names_what_it_wrote(compared):
+    out, names, done = compared
+    assert done.returncode == 0, done.stderr
+    for words in [*names, "gap to baseline", "unigram entropy", "bigram entropy", "codes unchanged", f"folder: {out}"]:
+        assert words in done.stdout
+    assert (out / "comparison.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and f"figure: {out}/comparison.png" in done.stdout
+
+
+def test_a_run_folder_is_complete_and_strict(compared):
+    out, names, _ = compared
+    for name in names:
+        rows, record = metrics(out / name), json.loads((out / name / "run.json").read_text())
+        assert [row["step"] for row in rows] == list(range(1, 13))
+        assert {"loss", "perplexity", "lr", "grad_norm", "tokens_per_s", "wall_clock_s", "overflow_rate", "underflow_rate", "bit_stall_rate"} <= set(rows[0])
+        assert record["exit_reason"] == "finished" and record["seed"] == 42 and len(record["corpus"]["hash"]) == 64
+        assert record["versions"]["torch"] and record["machine"]["cpu"] and record["compute_dtype"] in ("float32", "bfloat16")
+        assert sum(record["bit_histogram"]) == record["quantized_parameters"] == 4 * 12 * 128**2
+        assert yaml.safe_load((out / name / "config.yaml").read_text())["name"] == name
+
+
+def test_formats_differ_only_in_their_grid(compared):
+    out, names, _ = compared
+    first = {name: metrics(out / name)[0]["loss"] for name in names}
+    assert max(first.values()) - min(first.values()) < 0.05  # the same batch through the same weights, rounded
+    assert len(set(first.values())) == len(names) - 1 and first["e0m7_fp8"] == first["e1m6_fp8"]
+    assert timeless(metrics(out / "e0m7_fp8")) == timeless(metrics(out / "e1m6_fp8"))
+
+
+def test_the_same_command_again_trains_nothing(compared, env):
+    out, names, _ = compared
+    before = {name: (out / name / "metrics.jsonl").stat().st_mtime_ns for name in names}
+    done = run(env, "compare", *names[:3], *settings(), "--out", out, "--json")
+    assert done.returncode == 0 and [row["name"] for row in json.loads(done.stdout)["rows"]] == names[:3]
+    assert before == {name: (out / name / "metrics.jsonl").stat().st_mtime_ns for name in names}
+    other = run(env, "compare", *names[:3], *settings(lr=0.1), "--out", out)
+    assert other.returncode == 2 and "lr=0.003, not 0.1" in other.stderr and other.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("how, times", [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGKILL, 1), (signal.SIGKILL, 3)])
+def test_an_interrupted_run_says_so_and_goes_on_bit_for_bit(env, tmp_path, how, times):
+    changes = settings(max_steps=60, dropout=0.1, format="E4M3")
+    whole = run(env, "train", "e4m3_fp8", *changes, "--set", "name=whole", "--out", tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    cut, reached = tmp_path / "cut", 0
+    for _ in range(times):
+        process = subprocess.Popen([*ALTGRAD, "train", "e4m3_fp8", *changes, "--set", "name=cut", "--out", str(tmp_path)], env=env, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while not (cut / "metrics.jsonl").is_file() or len((cut / "metrics.jsonl").read_text().splitlines()) < reached + 7:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(how)
+        _, err = process.communicate(timeout=30)
+        reached = len(metrics(cut)) // 4 * 4
+    if how != signal.SIGKILL:
+        assert process.returncode == 130 and "interrupted" in err.splitlines()[-1]
+        assert json.loads((cut / "run.json").read_text())["exit_reason"] == "interrupted"
+    assert len(metrics(cut)) < 60
+    done = run(env, "train", "e4m3_fp8", *changes, "--set", "name=cut", "--out", tmp_path)
+    assert done.returncode == 0 and timeless(metrics(cut)) == timeless(metrics(tmp_path / "whole"))
+    same = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("cut", "whole")]
+    assert same[0]["bit_histogram"] == same[1]["bit_histogram"] and same[0]["results"]["val_loss"] == same[1]["results"]["val_loss"]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 50)
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "line.txt").write_text("a line of text\n" * 10)
+    (tmp_path / "bad.yaml").write_text("format: [E4M3\n")
+    (tmp_path / "typo.yaml").write_text("formt: E4M3\n")
+    (tmp_path / "file").write_text("a file where a folder should be")
+    return tmp_path
+
+
+@pytest.mark.parametrize("args, words", [
+    (["train", "e9m9_fp8"], "allowed: bf16_baseline, e0m7_fp8"),
+    (["train", "e4m3_fp8", "--set", "format=E9M9"], "allowed: E0M7"),
+    (["train", "e4m3_fp8", "--set", "model=gpt-5"], "allowed: gpt-tiny, gpt-10m"),
+    (["train", "e4m3_fp8", "--set", "data=wikipedia"], "stdlib"),
+    (["train", "e4m3_fp8", "--set", "tokenizer=words"], "bpe"),
+    (["train", "e4m3_fp8", "--set", "leanring_rate=1"], "unknown config key"),
+    (["train", "e4m3_fp8", "--set", "max_steps=many"], "max_steps must be int"),
+    (["train", "{t}/bad.yaml"], "not valid YAML (line"),
+    (["train", "{t}/typo.yaml"], "did you mean format"),
+    (["train", "{t}/absent.yaml"], "cannot read"),
+    (["train", "e4m3_fp8", "--set", "data=path:{t}/empty.txt"], "empty.txt"),
+    (["train", "e4m3_fp8", "--set", "data=path:{t}/binary.txt"], "binary.txt"),
+    (["train", "e4m3_fp8", "--set", "data=path:{t}/short.txt"], "too short"),
+    (["train", "e4m3_fp8", "--set", "data=path:{t}/line.txt"], "block_size 64"),
+    (["train", "e4m3_fp8", "--set", "data=path:{t}/absent.txt"], "absent.txt"),
+    (["train", "e4m3_fp8", "--set", "device=cuda"], "no CUDA device is available; allowed: auto, cpu"),
+    (["train", "e4m3_fp8", "--set", "device=tpu"], "allowed: auto, cpu, cuda"),
+    (["compare", "e4m3_fp8", "{t}/typo.yaml"], "did you mean format"),
+    (["compare", "bf16_baseline", "e4m3_fp8", "--out", "{t}/file/runs"], "cannot write to"),
+    (["formats", "E4M33"], "did you mean E4M3"),
+    (["formats", "E4M3", "extra"], "unrecognized arguments"),
+    ([], "required"),
+])
+def test_a_wrong_request_is_one_line_and_writes_nothing(env, texts, args, words):
+    args = [arg.replace("{t}", str(texts)) for arg in args]
+    if "device=cuda" in args: env = {**env, "CUDA_VISIBLE_DEVICES": ""}
+    if args[:1] == ["train"]: args += ["--out", str(texts / "runs")]
+    before = sorted(texts.rglob("*"))
+    done = run(env, *args)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout
+    assert sorted(texts.rglob("*")) == before
+
+
+def test_a_folder_with_other_files_is_left_alone(env, tmp_path):
+    (tmp_path / "e4m3_fp8").mkdir()
+    (tmp_path / "e4m3_fp8" / "thesis.tex").write_text("chapter 1")
+    done = run(env, "train", "e4m3_fp8", *settings(), "--out", tmp_path)
+    assert done.returncode == 2 and "not a run folder" in done.stderr
+    assert os.listdir(tmp_path / "e4m3_fp8") == ["thesis.tex"]
+
+
+def test_a_changed_text_is_another_run(env, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox\n" * 2000)
+    args = ["train", "e4m3_fp8", *settings(max_steps=2, data=f"path:{text}"), "--out", tmp_path / "runs"]
+    assert run(env, *args).returncode == 0
+    text.write_text("jumps over the lazy dog\n" * 2000)
+    done = run(env, *args)
+    assert done.returncode == 2 and "corpus hash" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_help_and_formats_need_no_torch_time(env):
+    done = run(env, "--help")
+    assert done.returncode == 0 and "examples" in done.stdout
+    code = "import sys, altgrad.cli; altgrad.cli.make_parser(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    assert "448" in run(env, "formats", "E4M3").stdout
