@@ -5,15 +5,17 @@
 # %% auto #0
 __all__ = ['write_atomic', 'save_checkpoint', 'load_checkpoint']
 
-# %% ../nbs/11_checkpoint.ipynb #a4280359
+# %% ../nbs/11_checkpoint.ipynb #19151ece
 import os
+import pickle
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import nn
 
 from .formats import InputError
+from .storage import load_plain_state, plain_state
 
 # %% ../nbs/11_checkpoint.ipynb #bed470bb
 def write_atomic(
@@ -33,7 +35,7 @@ def write_atomic(
     except PermissionError as e: raise InputError(f"cannot write {path}: {e.strerror}") from None
     finally: temporary.unlink(missing_ok=True)
 
-# %% ../nbs/11_checkpoint.ipynb #ae6872f1
+# %% ../nbs/11_checkpoint.ipynb #d8b78410
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda": state["cuda"] = torch.cuda.get_rng_state(device)
@@ -41,34 +43,46 @@ def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def _restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"].cpu())
-    if device.type == "cuda": torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    if device.type == "cuda" and "cuda" in state: torch.cuda.set_rng_state(state["cuda"].cpu(), device)
 
-# %% ../nbs/11_checkpoint.ipynb #e8048431
+# %% ../nbs/11_checkpoint.ipynb #07587899
 def save_checkpoint(
     path: Path | str,  # the file
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     step: int,  # updates made so far
     **extra: Any,  # further plain values and tensors to keep
 ) -> None:
     "Everything that the next training step depends on, in one atomic file."
     device = next(model.parameters()).device
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
+    state = {"model": plain_state(model), "optimizers": [o.state_dict() for o in optimizers], "step": step,
              "random": _random_state(device), "extra": extra}
     write_atomic(path, lambda file: torch.save(state, file))
 
-# %% ../nbs/11_checkpoint.ipynb #db547934
+# %% ../nbs/11_checkpoint.ipynb #d4814e28
+def _restore_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    "Puts plain numbers of the saved per-parameter state back where loading made tensors of them."
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, p in zip(ids, parameters):
+        for key, value in saved["state"].get(i, {}).items():
+            if isinstance(value, (int, float)): optimizer.state[p][key] = value
+
+# %% ../nbs/11_checkpoint.ipynb #2c961c3b
 def load_checkpoint(
     path: Path | str,  # a file of `save_checkpoint`
     model: nn.Module,  # of the same shape; filled in place
-    optimizer: torch.optim.Optimizer,  # over the same parameters; filled in place
+    optimizers: Sequence[torch.optim.Optimizer],  # over the same parameters; filled in place
 ) -> tuple[int, dict]:  # the step, and what was saved as `extra`
     "Puts model, optimizer and random generators back; InputError if the file is damaged or does not fit."
     device = next(model.parameters()).device
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_plain_state(model, state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+            _restore_numbers(optimizer, saved)
+    except pickle.UnpicklingError: raise InputError(f"checkpoint {Path(path).name} cannot be used: it is damaged, or holds more than tensors") from None
     except Exception as e:
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise InputError(f"checkpoint {Path(path).name} cannot be used: {reason}") from None

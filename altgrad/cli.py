@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
-# %% ../nbs/16_cli.ipynb #8e0e73fd
+# %% ../nbs/16_cli.ipynb #2f2f47a1
 def format_facts(
     name: str,  # a registered format
 ) -> dict[str, Any]:
@@ -82,11 +82,12 @@ def format_facts(
 
     fmt = get_format(name)
     derived = ("bits", "max", "min_normal", "min_subnormal", "min_spacing", "max_exponent", "min_exponent")
-    return asdict(fmt) | {key: getattr(fmt, key) for key in derived} | {"finite_values": int(fmt.values.isfinite().sum())}
+    return asdict(fmt) | {key: getattr(fmt, key) for key in derived} | {"finite": int(fmt.values.isfinite().sum())}
 
-# %% ../nbs/16_cli.ipynb #fdc93987
+# %% ../nbs/16_cli.ipynb #c50bec8c
 def _formats(args: argparse.Namespace) -> int:
     "`altgrad formats [NAME]`"
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
@@ -99,8 +100,8 @@ def _formats(args: argparse.Namespace) -> int:
         return 0
     if args.name: table = _card(facts[0])
     else:
-        keys = ("name", "bits", "bias", "specials", "max", "min_normal", "min_subnormal", "finite_values")
-        table = Table(*keys)
+        keys = ("name", "bits", "bias", "specials", "max", "min_normal", "min_subnormal", "finite")
+        table = Table(*(key.replace("_", " ") for key in keys), box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
         for f in facts: table.add_row(*(number_text(f[key]) for key in keys))
     Console().print(table)
     return 0
@@ -116,30 +117,34 @@ def _card(facts: dict[str, Any]):
         if key != "name": table.add_row(key, number_text(value))
     return table
 
-# %% ../nbs/16_cli.ipynb #a1132bba
+# %% ../nbs/16_cli.ipynb #b61100d5
 def _train(args: argparse.Namespace) -> int:
     "`altgrad train CONFIG`"
     from altgrad.experiment import find_config
     from altgrad.report import number_text
-    from altgrad.trainer import Trainer
+    from altgrad.trainer import Trainer, succeeded
 
     trainer = Trainer(find_config(args.config, dict(args.changes)), args.out)
     _announce(args, [trainer])
     record = trainer.run(progress=not args.json)
     if args.json: print(json.dumps(record))
     else: print(f"{record['exit_reason']}: validation loss {number_text(record['results']['val_loss'])} nats per token; see {trainer.folder.path}")
-    return 0 if record["exit_reason"] == "finished" else 1
+    return 0 if succeeded(record) else 1
 
 def _announce(args: argparse.Namespace, trainers: list) -> None:
     "Says what is about to happen: where the arrays live, in which precision they are multiplied, and what is there already."
+    from altgrad.trainer import is_finished
+
     t = trainers[0]
     say = lambda text: args.json or print(text, file=sys.stderr, flush=True)
     say(f"{t.config.model} on {t.config.data} ({len(t.corpus.train):,} tokens); {t.device}, {str(t.dtype).removeprefix('torch.')} products; into {args.out}")
     for t in trainers:
         reason = t.folder.record().get("exit_reason")
-        if reason: say(f"{t.config.name}: " + ("finished before, re-used" if reason == "finished" else f"{reason} before, going on"))
+        if not reason: continue
+        say(f"{t.config.name}: {reason} before, " + ("re-used" if is_finished(t.folder.record()) else "going on"
+            if t.folder.checkpoint_file.is_file() else "beginning again (there was no checkpoint yet)"))
 
-# %% ../nbs/16_cli.ipynb #c0ce19a2
+# %% ../nbs/16_cli.ipynb #fe923652
 def _compare(args: argparse.Namespace) -> int:
     "`altgrad compare CONFIG...`"
     import matplotlib
@@ -147,40 +152,48 @@ def _compare(args: argparse.Namespace) -> int:
     matplotlib.use("Agg")
     from rich.console import Console
 
-    from altgrad.experiment import check_arms, compare, find_config
-    from altgrad.report import comparison_table, plot_comparison, save_figure
-    from altgrad.trainer import Trainer
+    from altgrad.experiment import compare, find_config
+    from altgrad.report import comparison_table, notes, plot_comparison, save_figure
+    from altgrad.trainer import succeeded
 
     configs = [find_config(spec, dict(args.changes)) for spec in args.config]
-    check_arms(configs)
-    first = Trainer(configs[0], args.out)
-    _announce(args, [first] + [Trainer(c, args.out, first.corpus) for c in configs[1:]])
-    result = compare(configs, args.out, progress=not args.json)
+    result = compare(configs, args.out, not args.json, announce=lambda trainers: _announce(args, trainers))
     figure = Path(args.out) / "comparison.png"
     save_figure(plot_comparison(result), figure)
     facts = {"figure": str(figure), "folder": str(args.out), "unigram_entropy": result.unigram_entropy, "bigram_entropy": result.bigram_entropy}
     if args.json: print(json.dumps({"rows": result.rows(), **facts}))
     else:
-        width = None if sys.stdout.isatty() else 140
-        Console(width=width).print(comparison_table(result))
-        print(f"figure: {figure}\nfolder: {args.out}")
-    return 0
+        console = Console() if sys.stdout.isatty() else Console(width=120)
+        console.print(comparison_table(result, console.width))
+        print("\n".join([*notes(result), f"figure: {figure}", f"folder: {args.out}"]))
+    return 0 if all(succeeded(arm["record"]) for arm in result.arms) else 1
 
-# %% ../nbs/16_cli.ipynb #af2b0c20
-def _interrupt(*_): raise KeyboardInterrupt
+# %% ../nbs/16_cli.ipynb #f060f439
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
-def main(
-    argv: list[str] | None = None,  # the arguments, or None for those of the process
-) -> int:  # the exit code
-    "The `altgrad` command: one line and exit code 2 for a wrong request, 130 for Ctrl-C."
-    args = make_parser().parse_args(argv)
-    if argv is None: signal.signal(signal.SIGTERM, _interrupt)
+def _interrupt(*_):
+    "The first signal interrupts; what is then written down is not disturbed by a second one."
+    for s in _SIGNALS: signal.signal(s, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+def _run(args: argparse.Namespace) -> int:
+    "Runs the command; one line and exit code 2 where the request is wrong."
     from altgrad.formats import InputError
 
     try: return {"train": _train, "compare": _compare, "formats": _formats}[args.command](args)
     except InputError as e:
         print(f"altgrad: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
+
+# %% ../nbs/16_cli.ipynb #d53eab2b
+def main(
+    argv: list[str] | None = None,  # the arguments, or None for those of the process
+) -> int:  # the exit code
+    "The `altgrad` command: one line and exit code 2 for a wrong request, 130 for Ctrl-C."
+    if argv is None:
+        for s in _SIGNALS: signal.signal(s, _interrupt)
+    args = make_parser().parse_args(argv)
+    try: return _run(args)
     except KeyboardInterrupt:
-        print(f"altgrad: interrupted; what is in {args.out} is readable, and the same command goes on", file=sys.stderr)
+        print("altgrad: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['packaged_configs', 'find_config', 'check_arms', 'Comparison', 'read_arm', 'compare']
 
-# %% ../nbs/14_experiment.ipynb #1aa2728b
+# %% ../nbs/14_experiment.ipynb #5cd66fd6
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 
 from .checkpoint import write_atomic
 from .data import bigram_entropy, load_corpus, unigram_entropy
@@ -34,11 +34,11 @@ def find_config(
     else: raise unknown("config (neither a .yaml file nor packaged)", spec, packaged)
     return make_config(changes or {}, found)
 
-# %% ../nbs/14_experiment.ipynb #0632acb9
-_MAY_DIFFER = {"name", "format"}
+# %% ../nbs/14_experiment.ipynb #1297274b
+_MAY_DIFFER = {"name", "format", "storage", "rule", "rule_lr", "power", "placement", "damping", "floor_octaves"}
 
 def check_arms(configs: list[TrainConfig]) -> None:
-    "InputError unless the configs have different names and agree in everything but the format."
+    "InputError unless the configs have different names and agree in everything but format, storage and update rule."
     if not configs: raise InputError("nothing to compare: give at least one config")
     names = [c.name for c in configs]
     if len(set(names)) < len(names): raise InputError(f"two arms have the same name: {', '.join(names)}")
@@ -93,18 +93,20 @@ def read_arm(path: Path | str) -> dict[str, Any]:
     return {"config": folder.stored_config(), "record": folder.record(), "loss": [digits(row["loss"]) for row in rows],
             "val": [[row["step"], digits(row["val_loss"]), digits(row["val_perplexity"])] for row in rows if "val_loss" in row]}
 
-# %% ../nbs/14_experiment.ipynb #2ee532a4
+# %% ../nbs/14_experiment.ipynb #e4db3622
 def compare(
     configs: Iterable[TrainConfig],  # the arms, in the order of the table
     out: Path | str = "runs",  # gets one folder a run, and comparison.json
     progress: bool = True,  # whether to show progress on the error stream
+    announce: Callable[[list[Trainer]], None] | None = None,  # is given all trainers before the first step
 ) -> Comparison:
     "Runs every arm that is not finished yet and gathers the results; every config is checked before the first step."
     configs = list(configs)
     check_arms(configs)
     corpus = load_corpus(configs[0].data, configs[0].tokenizer)
-    for c in configs: Trainer(c, out, corpus)
-    for c in configs: Trainer(c, out, corpus).run(progress)
+    trainers = [Trainer(c, out, corpus) for c in configs]
+    if announce: announce(trainers)
+    while trainers: trainers.pop(0).run(progress)
     result = Comparison([read_arm(Path(out) / c.name) for c in configs],
                         unigram_entropy(corpus.val), bigram_entropy(corpus.val))
     result.save(Path(out) / "comparison.json")

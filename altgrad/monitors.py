@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['WeightMonitor', 'bit_histogram']
 
-# %% ../nbs/08_monitors.ipynb #06448b63
+# %% ../nbs/08_monitors.ipynb #679ad463
 import torch
 from torch import Tensor, nn
 
+from .storage import GridTensor
 from .surgery import QuantizedLinear, quantized_layers
 
 # %% ../nbs/08_monitors.ipynb #a4c4f0f4
@@ -22,7 +23,7 @@ def _counts(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -
         ((q.view(torch.int32) != old_q.view(torch.int32)) & (w != old_w)).sum(),
     ])
 
-# %% ../nbs/08_monitors.ipynb #1908cb8b
+# %% ../nbs/08_monitors.ipynb #efa60870
 class WeightMonitor:
     "Counts what an optimizer step did to the quantized weights of a model; call `measure` once after each step."
     def __init__(self, model: nn.Module):
@@ -33,6 +34,7 @@ class WeightMonitor:
     @staticmethod
     @torch.no_grad()
     def _state(layer: QuantizedLinear) -> tuple[Tensor, Tensor]:
+        if isinstance(layer.weight, GridTensor): return layer.weight.how["moved"].clone(), layer.weight.dequantize()
         return layer.weight.detach().float().clone(), layer.quantized_weight().float()
 
     @torch.no_grad()
@@ -41,15 +43,15 @@ class WeightMonitor:
         total = torch.zeros(4, dtype=torch.int64)
         for i, layer in enumerate(self.layers):
             (old_w, old_q), (w, q) = self.last[i], self._state(layer)
-            limit = layer.weight_format.max * layer.weight_scale()
-            total = total.to(w.device) + _counts(w, old_w, q, old_q, limit)
+            if isinstance(layer.weight, GridTensor): total = total.to(w.device) + torch.cat([torch.zeros_like(w), w - old_w])
+            else: total = total.to(w.device) + _counts(w, old_w, q, old_q, layer.weight_format.max * layer.weight_scale())
             self.last[i] = w, q
         over, under, updates, flips = total.tolist()
         rate = lambda count, of: count / of if of else None
         return {"overflow_rate": rate(over, self.elements), "underflow_rate": rate(under, self.elements),
                 "bit_stall_rate": rate(updates - flips, updates)}
 
-# %% ../nbs/08_monitors.ipynb #9b5fb9b7
+# %% ../nbs/08_monitors.ipynb #d9a9135b
 @torch.no_grad()
 def bit_histogram(
     model: nn.Module,  # with at least one `QuantizedLinear`, else the counts are all zero
@@ -58,7 +60,8 @@ def bit_histogram(
     count = torch.zeros(256, dtype=torch.int64)
     for _, layer in quantized_layers(model):
         fmt = layer.weight_format
-        w = layer.weight.detach()
+        w = layer.weight.dequantize() if isinstance(layer.weight, GridTensor) else layer.weight.detach()
+        if isinstance(layer.weight, GridTensor): fmt = layer.weight.fmt
         code = fmt.to_bits((w / layer.weight_scale())[w.isfinite()]).long() >> (fmt.bits - 8)
         count += torch.bincount(code, minlength=256).cpu()
     return count.tolist()

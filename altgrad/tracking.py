@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['json_line', 'versions', 'machine', 'git_commit', 'StoredRun', 'RunFolder', 'read_jsonl', 'MetricsLog']
 
-# %% ../nbs/12_tracking.ipynb #24522531
+# %% ../nbs/12_tracking.ipynb #85df2065
 import importlib.metadata
 import json
 import math
 import os
 import platform
 import subprocess
+import tempfile
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 import yaml
@@ -65,7 +66,14 @@ def git_commit() -> str | None:
         return head.stdout.strip() + ("+" if git("status", "--porcelain").stdout.strip() else "")
     except OSError: return None
 
-# %% ../nbs/12_tracking.ipynb #9c025dec
+# %% ../nbs/12_tracking.ipynb #115104a8
+def _read(path: Path, parse: Callable[[str], Any]) -> Any:
+    "A file's content, parsed; InputError in one line if it is damaged."
+    try: return parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:
+        raise InputError(f"{path} is damaged ({type(e).__name__}); remove it, or the folder") from None
+
+# %% ../nbs/12_tracking.ipynb #19618123
 class StoredRun:
     "One run on disk, to be read; also while it goes on."
     def __init__(self, path: Path | str):
@@ -76,27 +84,41 @@ class StoredRun:
     def stored_config(self) -> dict | None:
         "The config of the run that is here, or None; InputError if the folder holds something else."
         if self.config_file.is_file():
-            try: return yaml.safe_load(self.config_file.read_text())
-            except yaml.YAMLError: raise InputError(f"{self.config_file} is not readable as YAML") from None
+            config = _read(self.config_file, yaml.safe_load)
+            if not isinstance(config, dict): raise InputError(f"{self.config_file} is damaged; choose another --out or name, or remove that folder")
+            return config
         if self.path.is_dir() and any(self.path.iterdir()):
             raise InputError(f"{self.path} exists and is not a run folder; choose another --out or name")
         return None
 
     def record(self) -> dict[str, Any]:
         "The content of run.json; empty if there is none."
-        return json.loads(self.record_file.read_text()) if self.record_file.is_file() else {}
+        record = _read(self.record_file, json.loads) if self.record_file.is_file() else {}
+        if not isinstance(record, dict): raise InputError(f"{self.record_file} is damaged: remove it, or the folder")
+        return record
 
     def metrics(self) -> list[dict[str, Any]]:
         "All complete lines of metrics.jsonl, as dicts; also while the run goes on."
         return list(read_jsonl(self.metrics_file))
 
-# %% ../nbs/12_tracking.ipynb #8d56b3c2
+# %% ../nbs/12_tracking.ipynb #2b37877e
+def _check_place(path: Path) -> None:
+    "InputError unless a folder can be made at `path`; tries it in the nearest folder above that exists, and leaves nothing there."
+    try:
+        place = next(p for p in (path, *path.absolute().parents) if p.exists())
+        new = path.absolute().relative_to(place.absolute()).parts
+        if max((len(part.encode()) for part in new), default=0) > os.pathconf(place, "PC_NAME_MAX"): raise OSError(0, "name too long")
+        with tempfile.TemporaryFile(dir=place): pass
+    except OSError as e: raise InputError(f"cannot write to {_shorten(path)}: {e.strerror}; choose another --out or name") from None
+
+def _shorten(path: Path) -> str: return str(path) if len(str(path)) < 120 else f"{str(path)[:100]}..."
+
+# %% ../nbs/12_tracking.ipynb #9c39c5ba
 class RunFolder(StoredRun):
     "One run on disk, to be written; that is one process's business."
     def check(self, config: dict) -> bool:
         "Whether this very run is here already; InputError if another one is (naming the first difference), or if none can be."
-        place = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
-        if not place.is_dir() or not os.access(place, os.W_OK): raise InputError(f"cannot write to {place}: choose another --out")
+        _check_place(self.path)
         stored = self.stored_config()
         if stored is None: return False
         for key in {**config, **stored}:
@@ -112,6 +134,7 @@ class RunFolder(StoredRun):
         write_atomic(self.config_file, config_text)
 
     def write_record(self, record: dict[str, Any]) -> None:
+        "Replaces run.json."
         write_atomic(self.record_file, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
     def keep_metrics(self, steps: int) -> None:
@@ -119,20 +142,23 @@ class RunFolder(StoredRun):
         kept = [json.dumps(row) + "\n" for row in self.metrics() if row["step"] <= steps]
         write_atomic(self.metrics_file, "".join(kept))
 
-# %% ../nbs/12_tracking.ipynb #e42e78ad
+# %% ../nbs/12_tracking.ipynb #e92034a2
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     "The complete lines of a JSON-lines file; a last line that is still being written is left out."
     if not path.is_file(): return
     with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"): yield json.loads(line)
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"): return
+            try: yield json.loads(line)
+            except ValueError: raise InputError(f"{path} is damaged in line {number}; remove the folder") from None
 
-# %% ../nbs/12_tracking.ipynb #feac623e
+# %% ../nbs/12_tracking.ipynb #1fee46e7
 class MetricsLog:
     "Appends rows to a run's metrics.jsonl; each is flushed, so that a crash loses nothing that was measured."
     def __init__(self, folder: RunFolder): self.file = open(folder.metrics_file, "a", encoding="utf-8")
 
     def append(self, row: dict[str, Any]) -> None:
+        "Writes one row and flushes it."
         self.file.write(json_line(row) + "\n")
         self.file.flush()
 

@@ -1,0 +1,439 @@
+"""FP8Manifold against geoopt's contract, its optimizers on it, and models whose weights live on it."""
+import copy
+import io
+import subprocess
+import sys
+
+import geoopt
+import pytest
+import torch
+from geoopt import ManifoldParameter
+from geoopt.optim import RiemannianAdam, RiemannianSGD
+from torch import nn
+
+from altgrad.checkpoint import load_checkpoint, save_checkpoint
+from altgrad.formats import EIGHT_BIT, FORMATS, InputError
+from altgrad.geometry import stiffness
+from altgrad.manifold import FP8Manifold, first_step
+from altgrad.model import GPT, GPTConfig, loss_of
+from altgrad.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
+
+DTYPES = (torch.float32, torch.float64)
+SCALES = {"one": 1.0, "small": 2.0**-7, "rows": torch.tensor([[0.5], [4.0], [2.0**-6]]), "odd": 0.3}
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)
+
+every_format = pytest.mark.parametrize("name", EIGHT_BIT)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def case(name: str, dtype: torch.dtype, scale=1.0, **options):
+    "A manifold, two points of the inner range, and two tangent vectors of a few codes; all [3, 50]."
+    m = FP8Manifold(name, scale=scale, **options)
+    x, y = (m.from_coordinate(0.8 * m.coordinate(p), like=p) for p in (m.random(3, 50, dtype=dtype), m.random(3, 50, dtype=dtype)))
+    S = m.stiffness(x)
+    return m, x.as_subclass(torch.Tensor), y.as_subclass(torch.Tensor), 3 * S * torch.randn_like(S), 3 * S * torch.randn_like(S)
+
+
+def close(a, b, tol, atol=0.0):
+    torch.testing.assert_close(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor), rtol=tol, atol=atol)
+
+
+@every_scale
+@every_dtype
+@every_format
+def test_points_vectors_and_projections(name, dtype, scale):
+    m, x, _, u, _ = case(name, dtype, scale)
+    m.assert_check_point(x), m.assert_check_vector(u)
+    m.assert_check_point_on_manifold(x), m.assert_check_vector_on_tangent(x, u)
+    assert torch.equal(m.projx(x), x) and torch.equal(m.proju(x, u), u)
+    far = 100 * m.limit(x) * torch.randn_like(x).sign()
+    assert not m.check_point_on_manifold(far) and m.check_point_on_manifold(m.projx(far))
+    assert torch.equal(m.projx(m.projx(far)), m.projx(far)) and torch.equal(m.proju(x, m.proju(x, u)), m.proju(x, u))
+    assert torch.equal(m.projx(far), (m.limit(x) * far.sign()).expand_as(x))
+    ok, reason = m.check_point_on_manifold(far, explain=True)
+    assert not ok and "beyond the largest" in reason
+    assert not m.check_vector_on_tangent(x, u * torch.inf)
+    y = m.retr(x, u)
+    assert y.dtype == dtype and (y - x)[u != 0].sign().equal(u[u != 0].sign())
+    m.assert_check_point_on_manifold(m.projx(y)), m.assert_check_vector_on_tangent(y, m.transp_follow_retr(x, u, u))
+
+
+@every_scale
+@every_dtype
+@every_format
+def test_exp_and_log_are_inverse(name, dtype, scale):
+    m, x, y, u, _ = case(name, dtype, scale)
+    tol = TOLERANCE[dtype]
+    close(m.expmap(x, m.logmap(x, y)), y, tol)
+    S = m.stiffness(x)
+    close(m.logmap(x, m.expmap(x, u)) / S, u / S, tol, atol=tol)
+    z = m.expmap(x, u)
+    close(m.expmap(x, m.logmap(x, z)), z, tol)
+    assert torch.equal(m.expmap(x, 0 * u), x) and torch.equal(m.logmap(x, x), 0 * x) and torch.equal(m.retr(x, u), m.expmap(x, u))
+
+
+@every_scale
+@every_format
+def test_the_retraction_is_of_second_order_where_smooth(name, scale):
+    m, x, _, u, _ = case(name, torch.float64, scale)
+    S = m.stiffness(x)
+    h = 2.0**-12
+    smooth = (m.stiffness(x + h * u) == S) & (m.stiffness(x - h * u) == S)
+    assert smooth.double().mean() > 0.9
+    ahead, back = m.retr(x, h * u), m.retr(x, -h * u)
+    close(((ahead - back) / (2 * h))[smooth], u[smooth], 1e-6)
+    assert (((ahead - 2 * x + back) / (h**2 * S))[smooth].abs() < 1e-5).all()
+    # the straight step agrees with it to every order until it leaves the binade, and to first order at its edge from inside
+    assert torch.equal(ahead[smooth], (x + h * u)[smooth])
+    edge = torch.tensor(4.0, dtype=torch.float64) * FORMATS[name].min_spacing * 2.0 ** FORMATS[name].mantissa_bits
+    if FORMATS[name].exponent_bits > 2:
+        one = FP8Manifold(name)
+        step = one.stiffness(edge)
+        close(one.retr(edge, step), edge + step, 0.0)
+        close(one.retr(edge, -step), edge - step / 2, 0.0)  # one code, half as wide below
+
+
+@every_scale
+@every_dtype
+@every_format
+def test_transport_is_isometric_and_independent_of_the_path(name, dtype, scale):
+    m, x, y, u, v = case(name, dtype, scale)
+    z, tol = case(name, dtype, scale)[1], 10 * torch.finfo(dtype).eps
+    close(m.inner(y, m.transp(x, y, u), m.transp(x, y, v)), m.inner(x, u, v), tol)
+    close(m.norm(y, m.transp(x, y, u)), m.norm(x, u), tol)
+    close(m.transp(y, z, m.transp(x, y, u)), m.transp(x, z, u), tol)
+    close(m.transp(z, x, m.transp(y, z, m.transp(x, y, u))), u, tol)  # no holonomy: flat
+    end, carried = m.retr_transp(x, u, v)
+    assert torch.equal(end, m.retr(x, u)) and torch.equal(carried, m.transp(x, end, v))
+    assert torch.equal(m.transp_follow_retr(x, u, v), carried) and torch.equal(m.expmap_transp(x, u, v)[1], carried)
+    assert torch.equal(m.transp_follow_expmap(x, u, v), carried)
+
+
+@every_dtype
+@every_format
+def test_a_step_can_be_walked_back(name, dtype):
+    m, x, _, u, _ = case(name, dtype)
+    assert m.reversible
+    y, carried = m.retr_transp(x, u, u)
+    back, again = m.retr_transp(y, -carried, carried)
+    S = m.stiffness(x)
+    # the stiffness at a binade's edge is that above it; a rounding at the edge may turn to the other side, by a factor of 2
+    same = m.stiffness(back) == S
+    assert same.double().mean() > 0.98
+    close(m.coordinate(back), m.coordinate(x), 0.0, atol=1e-4)
+    close((again / S)[same], (u / S)[same], TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@every_scale
+@every_format
+def test_distance_is_the_length_of_the_geodesic(name, scale):
+    m, x, y, _, _ = case(name, torch.float64, scale)
+    t = torch.linspace(0, 1, 5001, dtype=torch.float64)[:, None, None]
+    path = m.expmap(x, t * m.logmap(x, y))
+    length = (path.diff(dim=0).abs() / m.stiffness((path[1:] + path[:-1]) / 2)).sum(0)
+    close(length, m.dist(x, y), 5e-3, atol=1e-3)
+    close(m.dist(x, y), m.dist(y, x), 1e-12), close(m.dist2(x, y), m.dist(x, y) ** 2, 0.0)
+    close(m.dist(x, y), m.norm(x, m.logmap(x, y)), 1e-12)
+    assert torch.equal(m.dist(x, y, keepdim=True), m.dist(x, y)) and torch.equal(m.dist(x, x), 0 * x)
+
+
+@every_format
+def test_the_manifold_is_flat(name):
+    m, x, y, _, _ = case(name, torch.float64)
+    z = case(name, torch.float64)[1]
+    a, b, c = torch.stack([x, y, z]).sort(dim=0).values
+    close(m.dist(a, b) + m.dist(b, c), m.dist(a, c), 1e-12)
+    # Pythagoras, for a right angle between two weights
+    corner = torch.stack([y[0], x[1]])
+    close(m.dist(x[:2], corner).square().sum(0) + m.dist(corner, y[:2]).square().sum(0), m.dist(x[:2], y[:2]).square().sum(0), 1e-12)
+    # geodesics are straight: the midpoint of a parallelogram's diagonals is the same
+    middle = m.expmap(x, 0.5 * m.logmap(x, y))
+    close(m.coordinate(middle), (m.coordinate(x) + m.coordinate(y)) / 2, 1e-9, atol=1e-9)
+
+
+@every_scale
+@every_format
+def test_gradient_and_inner_product_do_not_reduce(name, scale):
+    m, x, _, u, v = case(name, torch.float64, scale)
+    g, S = torch.randn_like(x), m.stiffness(x)
+    r = m.egrad2rgrad(x, g)
+    close(r, S**2 * g, 1e-12), close(m.inner(x, r, v), g * v, 1e-12)
+    close(m.component_inner(x, r), S**2 * g**2, 1e-12)
+    for f in (m.inner, m.component_inner): assert f(x, u, v).shape == x.shape
+    assert torch.equal(m.inner(x, u, v), m.inner(x, u, v, keepdim=True)) and torch.equal(m.inner(x, u), m.inner(x, u, u))
+    w = torch.as_tensor(scale, dtype=torch.float64)
+    assert torch.equal(S, w * stiffness(x / w, name))
+
+
+@every_dtype
+@every_format
+def test_broadcasting(name, dtype):
+    m, x, y, u, v = case(name, dtype, SCALES["rows"])
+    stack = lambda t: torch.stack([t] * 4)  # noqa: E731
+    for f, args in ((m.expmap, (x, u)), (m.retr, (x, u)), (m.logmap, (x, y)), (m.dist, (x, y)), (m.transp, (x, y, v)), (m.inner, (x, u, v)),
+                    (m.egrad2rgrad, (x, u)), (m.proju, (x, u)), (m.norm, (x, u)), (m.projx, (x,)), (m.transp_follow_retr, (x, u, v))):
+        one = f(*args)
+        assert torch.equal(f(*map(stack, args)), stack(one)), f.__name__
+        assert torch.equal(f(*args[:1], *map(stack, args[1:])), stack(one)) or len(args) == 1, f.__name__
+    for row in range(3):
+        alone = FP8Manifold(name, scale=m.scale[row].item())
+        assert torch.equal(alone.expmap(x[row], u[row]), m.expmap(x, u)[row])
+    assert m.dist(x[:, :1], y).shape == y.shape and m.proju(x, u[:1]).shape == x.shape
+    assert FP8Manifold(name).dist(x[0, 0], y[0, 0]).shape == ()
+
+
+@every_format
+def test_random_points_and_origin(name):
+    m = FP8Manifold(name, scale=0.25)
+    for draw in (m.random, m.random_uniform, m.random_normal):
+        for dtype in DTYPES:
+            x = draw(5, 7, dtype=dtype)
+            assert isinstance(x, geoopt.ManifoldTensor) and x.manifold is m and x.shape == (5, 7) and x.dtype == dtype
+            m.assert_check_point_on_manifold(x)
+        assert draw((2, 3)).shape == (2, 3)
+    o = m.origin(2, 3, dtype=torch.float64)
+    assert isinstance(o, geoopt.ManifoldTensor) and torch.equal(o.data, torch.zeros(2, 3, dtype=torch.float64))
+    codes = m.coordinate(m.random(20_000, dtype=torch.float64)) / m.fmt.last_finite
+    assert abs(codes.mean()) < 0.02 and abs(codes.std() - 3**-0.5) < 0.01
+    assert geoopt.Scaled(m, 3.0).dist(o, m.limit(o)).sub(3 * m.dist(o, m.limit(o))).abs().max() < 1e-3
+
+
+@every_scale
+@every_format
+def test_state_dict_copies_and_pickles(name, scale):
+    m = FP8Manifold(name, damping=0.1, floor_octaves=4, scale=scale)
+    assert list(m.state_dict()) == ["scale"]
+    file = io.BytesIO()
+    torch.save(m.state_dict(), file), file.seek(0)
+    fresh = FP8Manifold(name, scale=torch.ones_like(m.scale))
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(fresh.scale, m.scale)
+    file = io.BytesIO()
+    p = ManifoldParameter(m.random(3, 5), manifold=m)
+    torch.save(p, file), file.seek(0)
+    for twin in (copy.deepcopy(p), torch.load(file, weights_only=False)):
+        n = twin.manifold
+        assert type(twin) is ManifoldParameter and torch.equal(twin, p) and n is not m and twin.requires_grad
+        assert (n.fmt, n.damping, n.floor_octaves) == (m.fmt, 0.1, 4) and torch.equal(n.scale, m.scale)
+    assert name in repr(m) and "floor_octaves=4" in repr(m)
+
+
+@pytest.mark.parametrize("options", [dict(damping=0.01), dict(floor_octaves=0), dict(floor_octaves=5), dict(damping=1e-3, floor_octaves=2.5)], ids=str)
+@every_format
+def test_floors(name, options):
+    m = FP8Manifold(name, scale=0.5, **options)
+    x, y = torch.randn(2, 200, dtype=torch.float64) * torch.logspace(-16, 0, 200, base=2, dtype=torch.float64) * 0.1
+    x[0] = y[0] = 0.9  # the largest of both: the floor is the same at either
+    low = max(options.get("damping", 0), 2.0 ** -options["floor_octaves"] * stiffness(torch.tensor(1.8), name).item() if "floor_octaves" in options else 0)
+    assert (m.stiffness(x) >= 0.5 * low).all() and torch.equal(m.stiffness(x), m.stiffness(x, like=y))
+    close(m.expmap(x, m.logmap(x, y)), y, 1e-9, atol=1e-12)
+    close(m.norm(y, m.transp(x, y, y - x)), m.norm(x, y - x), 1e-12)
+    t = torch.linspace(0, 1, 4001, dtype=torch.float64)[:, None]
+    path = m.expmap(x, t * m.logmap(x, y))
+    close((path.diff(dim=0).abs() / m.stiffness((path[1:] + path[:-1]) / 2, like=x)).sum(0), m.dist(x, y), 2e-3, atol=2e-3)
+    assert (m.dist(x, y) <= FP8Manifold(name, scale=0.5).dist(x, y) * (1 + 1e-12)).all()
+    if options == dict(floor_octaves=0): close(m.dist(x, y), (x - y).abs() / m.stiffness(x[0]), 1e-9)  # the ordinary geometry
+
+
+@every_format
+def test_autograd_knows_the_slopes(name):
+    m, x, y, u, _ = case(name, torch.float64, 0.5)
+    a = x.clone().requires_grad_()
+    slope, = torch.autograd.grad(m.dist(a, y).sum(), a)
+    close(slope, (x - y).sign() / m.stiffness(x), 1e-12)
+    b = y.clone().requires_grad_()
+    slope, = torch.autograd.grad(m.logmap(x, b).sum(), b)
+    close(slope, m.stiffness(x) / m.stiffness(y), 1e-12)
+    a, v = x.clone().requires_grad_(), u.clone().requires_grad_()
+    end = m.expmap(a, v)
+    for slope in torch.autograd.grad(end.sum(), (a, v)): close(slope, m.stiffness(end) / m.stiffness(x), 1e-12)
+
+
+@every_format
+def test_one_code_per_step_wherever_the_weight_lies(name):
+    for seed in range(3):
+        start, moved = first_step(name, amax=FORMATS[name].max, n=3000, seed=seed)
+        assert ((moved - 1).abs() < 1e-4).all() and (start > 0).all()
+    _, adam = first_step(name, lr=1e-3)
+    assert adam.max() > 50 if FORMATS[name].exponent_bits > 3 else adam.max() < 40
+
+
+@every_format
+def test_codes_change_by_one_from_values_of_the_format(name):
+    fmt, s = FORMATS[name], 2.0**-2
+    code = torch.arange(1, fmt.last_finite)
+    m = FP8Manifold(fmt, scale=s)
+    for sign in (1.0, -1.0):
+        w = ManifoldParameter(fmt.to_real(code, torch.float64) * s, manifold=m)
+        w.grad = torch.full_like(w, -sign)
+        RiemannianAdam([w], lr=1.0, eps=1e-60).step()
+        assert torch.equal(fmt.to_bits(w.detach() / s).int(), (code + int(sign)).int())
+
+
+@every_format
+def test_riemannian_sgd_goes_down(name):
+    m = FP8Manifold(name, scale=0.5)
+    x, goal = (m.random(200, dtype=torch.float64) for _ in range(2))
+    w = ManifoldParameter(x.detach().clone(), manifold=m)
+    opt = RiemannianSGD([w], lr=0.1)
+    for _ in range(200):
+        opt.zero_grad()
+        (0.5 * m.dist(w, goal).square().sum()).backward()
+        opt.step()
+    # the loss is a parabola in codes, and each step a tenth of the way in codes
+    close(m.coordinate(w.detach()), m.coordinate(goal), 0.0, atol=1e-5)
+
+
+@every_format
+def test_riemannian_adam_is_adam_on_the_code_coordinate(name):
+    m, x, goal, _, _ = case(name, torch.float64, 0.5)
+    w, psi = ManifoldParameter(x.clone(), manifold=m), nn.Parameter(m.coordinate(x))
+    options = dict(lr=0.7, betas=(0.8, 0.95), eps=1e-3, amsgrad=True)
+    on_manifold, in_codes = RiemannianAdam([w], **options), torch.optim.Adam([psi], **options)
+    for _ in range(40):
+        on_manifold.zero_grad(), in_codes.zero_grad()
+        m.dist(w, goal).square().sum().backward()
+        (psi - m.coordinate(goal)).square().sum().backward()
+        on_manifold.step(), in_codes.step()
+    close(m.coordinate(w.detach()), psi.detach(), 0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: FP8Manifold("E9M9"), "unknown format"),
+    (lambda: FP8Manifold("E4M3", scale=0.0), "scale must be positive"),
+    (lambda: FP8Manifold("E4M3", scale=torch.tensor([1, 2])), "scale must be positive"),
+    (lambda: FP8Manifold("E4M3", damping=float("nan")), "damping"),
+    (lambda: FP8Manifold("E4M3", floor_octaves=-1.0), "floor_octaves"),
+    (lambda: FP8Manifold("E4M3").stiffness(torch.arange(3)), "float32 or float64"),
+    (lambda: FP8Manifold("E4M3").random(3, dtype=torch.float16), "float32 or float64"),
+], ids=str)
+def test_bad_input_is_named(call, words):
+    with pytest.raises(InputError, match=words): call()
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(SMALL)
+
+
+def on_manifold(name="E4M3", **kwargs) -> tuple[GPT, RiemannianAdam]:
+    "A GPT with all its linear layers on a manifold, and an optimizer for it."
+    model = gpt()
+    quantize_model(model, name, **{"skip": (), "manifold": True, **kwargs})
+    there = [p for p in model.parameters() if isinstance(p, ManifoldParameter)]
+    rest = [p for p in model.parameters() if not isinstance(p, ManifoldParameter)]
+    return model, RiemannianAdam([dict(params=there, lr=0.12 * 2 ** FORMATS[name].mantissa_bits), dict(params=rest, lr=3e-3)], eps=1e-15)
+
+
+def train(model, optimizer, steps) -> list[float]:
+    "Losses on a short cycle of tokens."
+    tokens = torch.arange(2 * 33).reshape(2, 33) % 23
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@every_format
+def test_a_gpt_trains_on_its_manifold(name):
+    model, optimizer = on_manifold(name, manifold=dict(floor_octaves=6))
+    for group in optimizer.param_groups[1:]: group["lr"] = 0.0  # by its weights on the manifold alone
+    losses = train(model, optimizer, 60)
+    assert losses[-1] < 0.1 * losses[0], losses
+
+
+def test_ties_gradients_and_places():
+    model = gpt()
+    model.blocks[0].attn.qkv.weight.requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    report = quantize_model(model, "E5M2", skip=(), manifold=True)
+    assert len(report.changed) == 9 and model.lm_head.weight is model.wte.weight
+    assert [name for name, _ in model.named_parameters()] == list(before) and all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert not model.blocks[0].attn.qkv.weight.requires_grad and type(model.wpe.weight) is nn.Parameter
+    for row in report.changed:
+        layer = model.get_submodule(row.name)
+        assert isinstance(layer.weight, ManifoldParameter) and layer.manifold is layer.weight.manifold
+        assert layer.manifold.scale == layer.weight_scale() and layer.manifold.fmt == layer.weight_format
+    twin = copy.deepcopy(model)
+    assert twin.lm_head.weight is twin.wte.weight and twin.lm_head.manifold is twin.wte.weight.manifold is not model.lm_head.manifold
+    twin.double()
+    assert isinstance(twin.wte.weight, ManifoldParameter) and twin.lm_head.manifold.scale.dtype == torch.float64
+
+
+def test_an_unmatched_head_keeps_its_embedding_off_the_manifold():
+    model = gpt()
+    quantize_model(model, "E5M2", manifold=True)
+    assert type(model.wte.weight) is nn.Parameter and model.lm_head.weight is model.wte.weight
+    assert isinstance(model.blocks[1].mlp.fc.weight, ManifoldParameter)
+
+
+def test_wrong_requests_change_nothing():
+    two = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    two["b"].weight = two["a"].weight
+    rules = PrecisionConfig([LayerPrecisionRule("a", "E4M3"), LayerPrecisionRule("b", "E5M2")])
+    for model, words, kwargs in [
+        (two, "b shares its weight with a layer in E4M3", dict(config=rules, manifold=True)),
+        (nn.Sequential(nn.Linear(4, 4)).bfloat16(), "float32 or float64", dict(format="E4M3", manifold=True)),
+        (nn.Sequential(nn.Linear(4, 4)), "unknown manifold option 'octaves'", dict(format="E4M3", manifold=dict(octaves=3))),
+        (nn.Sequential(nn.Linear(4, 4)), "damping", dict(format="E4M3", manifold=dict(damping=-3))),
+    ]:
+        before = [(type(m), *map(id, m._parameters.values())) for m in model.modules()]
+        with pytest.raises(InputError, match=words): quantize_model(model, **kwargs)
+        assert before == [(type(m), *map(id, m._parameters.values())) for m in model.modules()]
+    quantize_model(two, config=PrecisionConfig(default="E4M3"), manifold={})
+    assert isinstance(two["a"].weight, ManifoldParameter) and two["a"].weight is two["b"].weight
+
+
+def test_a_state_dict_of_plain_tensors_loads_with_weights_only():
+    model, optimizer = on_manifold("E5M2")
+    train(model, optimizer, 3)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file), file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert {type(t) for t in state["model"].values()} == {torch.Tensor}
+    other, _ = on_manifold("E5M2")
+    other.lm_head.manifold.scale.fill_(99.0)
+    other.load_state_dict(state["model"])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+    assert other.wte.weight.manifold.scale == model.wte.weight.manifold.scale and isinstance(other.wte.weight, ManifoldParameter)
+
+
+def test_a_continued_run_is_the_uninterrupted_one(tmp_path):
+    whole, optimizer = on_manifold("E4M3")
+    train(whole, optimizer, 8)
+    first, optimizer = on_manifold("E4M3")
+    train(first, optimizer, 4)
+    save_checkpoint(tmp_path / "c.pt", first, [optimizer], 4)
+    second, optimizer = on_manifold("E4M3")
+    with torch.no_grad():
+        for p in second.parameters(): p.mul_(1.5)
+    step, _ = load_checkpoint(tmp_path / "c.pt", second, [optimizer])
+    train(second, optimizer, 8 - step)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters()))
+
+
+def test_surgery_needs_geoopt_only_for_the_manifold():
+    code = """
+import sys
+sys.modules["geoopt"] = None
+from torch import nn
+from altgrad.formats import InputError
+from altgrad.surgery import quantize_model
+model = nn.Sequential(nn.Linear(4, 4))
+try: quantize_model(model, "E4M3", manifold=True)
+except InputError as e: print(e)
+print(len(quantize_model(model, "E4M3").changed))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "manifold=True needs the package geoopt (pip install geoopt)\n1\n", done.stderr
