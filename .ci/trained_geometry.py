@@ -85,7 +85,7 @@ def layer_row(old: Tensor, new: Tensor, intended: Tensor, scale: Tensor, g: Tens
     both = (g != 0) & (old != 0)
     logs = [t[both].abs().log2() for t in (g, S, old)]
     step = (intended - old).abs() / (S * scale)
-    phi, phi0 = code_coordinate(new / scale, FORMAT), code_coordinate(start / start_scale, FORMAT)
+    phi, phi0 = code_coordinate(new / scale, FORMAT), code_coordinate(start / scale, FORMAT)  # one ruler, today's
     frozen = new.abs() / start_scale / fmt.max
     return {
         "corr_g_S": correlation(logs[0], logs[1]), "corr_g_w": correlation(logs[0], logs[2]),
@@ -93,7 +93,7 @@ def layer_row(old: Tensor, new: Tensor, intended: Tensor, scale: Tensor, g: Tens
         "step_median": step.median(), "step_p99": step.quantile(0.99),
         "flips": (fake_quantize(new / scale, FORMAT) != fake_quantize(u, FORMAT)).float().mean(),
         "position": phi.abs().mean(), "net_codes": (phi - phi0).abs().mean(), "path_codes": path.mean(),
-        "beyond_now": (new.abs() > fmt.max * scale).float().mean(),
+        "beyond_last": (new.abs() > fmt.max * scale).float().mean(),
         "top_frozen": frozen.max(), "beyond_frozen": (frozen > 1).float().mean(),
     }
 
@@ -247,6 +247,7 @@ def fisher(corpus) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, folder, corpus)
         out["before"] = fisher_of(trainer.model, x, y, positions)
+        for layer in out["before"]["layers"].values(): layer["table"] = None  # only the trained model's is drawn
         *_, row = _steps(trainer, 0)
         out["val_loss"] = row["val_loss"]
         out["after"] = fisher_of(trainer.model, x, y, positions)

@@ -93,11 +93,12 @@ def _zeros(state: dict[str, Any], w: Tensor, *names: str) -> list[Tensor]:
     "The named moments of a state, made as zeros the first time."
     return [state.setdefault(name, torch.zeros_like(w)) for name in names]
 
-# %% ../nbs/05b_optim.ipynb #375d281e
+# %% ../nbs/05b_optim.ipynb #0e063eb9
 def _factor(w: Tensor, scale: Tensor, fmt: FP8Format, power: float, damping: float, floor_octaves: float | None, formula: str) -> Tensor:
     "(S / max S)^power of a tensor."
     S = stiffness(w / scale, fmt, damping=damping, floor_octaves=floor_octaves, formula=formula)
-    return (S / S.amax()) ** power
+    relative = S / S.amax()
+    return relative if power == 1 else relative.pow(power)
 
 def _check_stiffness(group: dict[str, Any]) -> None:
     "InputError for settings that no stiffness factor can take."
