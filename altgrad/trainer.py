@@ -33,7 +33,7 @@ from .storage import STORAGES, GridTensor, store_on_grid
 from .surgery import SKIP, quantize_model, quantized_layers
 from .tracking import MetricsLog, RunFolder, git_commit, machine, versions
 
-# %% ../nbs/13_trainer.ipynb #33a60457
+# %% ../nbs/13_trainer.ipynb #e68046d3
 @dataclass(frozen=True)
 class TrainConfig:
     "Everything that determines a run; YAML in and out."
@@ -49,7 +49,7 @@ class TrainConfig:
     lr: float = 3e-3  # peak learning rate
     min_lr_ratio: float = 0.1  # final learning rate as a share of the peak
     warmup_steps: int = 40  # updates of linear warm-up
-    weight_decay: float = 0.1  # decoupled, on matrices only
+    weight_decay: float = 0.1  # decoupled, on matrices; an update shrinks them by lr times this, whatever rule_lr is (madam, stiffness_sgd: none)
     beta1: float = 0.9  # AdamW, first moment
     beta2: float = 0.95  # AdamW, second moment
     grad_clip: float = 1.0  # largest global L2 norm of the gradient; 0 turns clipping off
@@ -193,19 +193,20 @@ def _adamw(parameters: list[nn.Parameter], c: TrainConfig) -> torch.optim.AdamW:
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=c.lr, betas=(c.beta1, c.beta2), fused=True)
 
-# %% ../nbs/13_trainer.ipynb #32e66265
+# %% ../nbs/13_trainer.ipynb #eed3af46
 def _rule(parameters: list[nn.Parameter], c: TrainConfig) -> torch.optim.Optimizer:
     "The config's update rule over these parameters."
     lr = c.lr if c.rule_lr is None else c.rule_lr
     floors = {"damping": c.damping, "floor_octaves": c.floor_octaves}
-    adam = {"betas": (c.beta1, c.beta2), "weight_decay": c.weight_decay}
+    decay = c.weight_decay * c.lr / lr if lr else 0.0  # a rate in another unit must not change how fast weights decay
+    adam = {"betas": (c.beta1, c.beta2), "weight_decay": decay}
     make = {
         "adamw": lambda: StiffnessAdamW(parameters, c.format, lr, power=0.0, **adam),
         "stiffness_adamw": lambda: StiffnessAdamW(parameters, c.format, lr, power=c.power, placement=c.placement, **adam, **floors),
         "stiffness_sgd": lambda: StiffnessSGD(parameters, c.format, lr, momentum=c.beta1, power=c.power, **floors),
         "riemannian_adamw": lambda: RiemannianAdamW(parameters, c.format, lr, **adam, **floors),
         "madam": lambda: Madam(parameters, c.format, lr, beta=c.beta2),
-        "grid_sgd": lambda: GridSGD(parameters, c.format, lr, momentum=c.beta1, seed=c.seed, **floors),
+        "grid_sgd": lambda: GridSGD(parameters, c.format, lr, momentum=c.beta1, weight_decay=decay, seed=c.seed, **floors),
     }
     return make[c.rule]()
 
