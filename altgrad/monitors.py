@@ -23,12 +23,12 @@ def _counts(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -
         ((q.view(torch.int32) != old_q.view(torch.int32)) & (w != old_w)).sum(),
     ])
 
-# %% ../nbs/08_monitors.ipynb #efa60870
+# %% ../nbs/08_monitors.ipynb #771e8bff
 class WeightMonitor:
     "Counts what an optimizer step did to the quantized weights of a model; call `measure` once after each step."
     def __init__(self, model: nn.Module):
         self.layers = [layer for _, layer in quantized_layers(model)]
-        self.elements = sum(layer.weight.numel() for layer in self.layers)
+        self.elements = sum(layer.weight.numel() for layer in self.layers if not isinstance(layer.weight, GridTensor))
         self.last = [self._state(layer) for layer in self.layers]
 
     @staticmethod
