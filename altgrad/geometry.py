@@ -112,14 +112,14 @@ def _phi(a: Tensor, n: "LineNumbers") -> Tensor:
     first = unit_in_first_place(a.clamp(max=n.high)).clamp(n.low, n.high)
     return (_exponent(first) - n.bottom) * n.per_binade + a / first * n.per_binade
 
-# %% ../nbs/03_geometry.ipynb #196e23f2
+# %% ../nbs/03_geometry.ipynb #bec1b57f
 def _phi_inverse(phi: Tensor, n: "LineNumbers") -> Tensor:
     "The magnitude whose code coordinate is `phi` >= 0."
-    in_binades = phi * n.unit
+    in_binades = phi / n.per_binade
     whole = (in_binades.floor() - 1).clamp(min=0).clamp(max=n.top - n.bottom)
     return (in_binades - whole) * _power_of_two(whole + n.bottom)
 
-# %% ../nbs/03_geometry.ipynb #158a70d4
+# %% ../nbs/03_geometry.ipynb #924e761a
 class LineNumbers(NamedTuple):
     "What the coordinate needs of a format and a floor: floats, or scalar tensors in compiled code."
     low: Tensor | float  # 2^bottom and 2^top: the powers of two at the first and the last binade
@@ -127,7 +127,6 @@ class LineNumbers(NamedTuple):
     bottom: Tensor | float
     top: Tensor | float
     per_binade: Tensor | float  # 2^M codes
-    unit: Tensor | float  # 2^-M
     floor: Tensor | float  # of the stiffness, at least the smallest spacing
     start: Tensor | float  # the first magnitude where the floor does not bind
     offset: Tensor | float  # the code coordinate minus the coordinate, from there on
@@ -142,7 +141,7 @@ def line_numbers(
     first = unit_in_first_place(floor)
     reached = torch.where(first < floor, 2 * first, first) * per_binade
     start = torch.where(floor <= fmt.min_spacing, 0.0, torch.where(reached > 2.0**top, torch.inf, reached))
-    plain = LineNumbers(2.0**bottom, 2.0**top, float(bottom), float(top), per_binade, 1 / per_binade, floor, start, 0.0)
+    plain = LineNumbers(2.0**bottom, 2.0**top, float(bottom), float(top), per_binade, floor, start, 0.0)
     at = start.clamp(max=2.0**top)
     return plain._replace(offset=_phi(at, plain) - at / floor)
 
