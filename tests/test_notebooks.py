@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(nbglob(ROOT / "nbs", as_path=True))
 EXPORTS = {"export", "exports", "exporti"}
 TITLE = re.compile(r"\A# \S[^\n]*\n\n?> \S[^\n]*(\n\n?(- [\w-]+: [^\n]*\n?)+)?\Z")  # `- key: value` lines are options of nbdev
-MACHINE_PATHS = ["/home/", "/root/", "/Users/", "/tmp/", f"{ROOT}/"]
+MACHINE_PATHS = [f"/{folder}/" for folder in ("home", "root", "Users", "tmp")] + [f"{ROOT}/"]
 EXPORT_LIMIT = 40  # lines
 PNG_LIMIT = 200_000  # bytes
 
