@@ -115,6 +115,11 @@ def _rms_ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(size > 0, (a.square().mean() / size).sqrt(), 1.0)
 
 # %% ../nbs/05b_optim.ipynb #e303ae39
+def _bias_corrections(group: dict[str, Any], step: int) -> tuple[float, float]:
+    "The learning rate over Adam's first bias correction, and the square root of the second."
+    beta1, beta2 = group["betas"]
+    return group["lr"] / (1 - beta1**step), (1 - beta2**step) ** 0.5
+
 def _adam_moments(g: Tensor, m: Tensor, v: Tensor, beta1, beta2) -> None:
     "Adam's running means, in place, in the order of operations of torch.optim."
     m.lerp_(g, 1 - beta1)
@@ -166,8 +171,7 @@ class StiffnessAdamW(GeometryOptimizer):
     def move(self, w, g, state, group, scale):
         m, v = _zeros(state, w, "exp_avg", "exp_avg_sq")
         beta1, beta2 = group["betas"]
-        rate = group["lr"] / (1 - beta1 ** state["step"])
-        root = (1 - beta2 ** state["step"]) ** 0.5
+        rate, root = _bias_corrections(group, state["step"])
         function = _stiffness_adamw if not group["compiled"] else _compiled(_stiffness_adamw)
         return function(w, g, m, v, scale, group["lr"], rate, beta1, beta2, root, group["eps"], group["weight_decay"], group["fmt"],
                         (group["damping"], group["floor_octaves"], group["formula"]), group["power"], group["placement"], group["normalize"])
@@ -217,8 +221,7 @@ class RiemannianAdamW(GeometryOptimizer):
     def move(self, w, g, state, group, scale):
         m, v = _zeros(state, w, "exp_avg", "exp_avg_sq")
         beta1, beta2 = group["betas"]
-        rate = group["lr"] / (1 - beta1 ** state["step"])
-        root = (1 - beta2 ** state["step"]) ** 0.5
+        rate, root = _bias_corrections(group, state["step"])
         function = _riemannian_adamw if not group["compiled"] else _compiled(_riemannian_adamw)
         return function(w, g, m, v, scale, group["lr"], rate, beta1, beta2, root, group["eps"], group["weight_decay"], group["fmt"],
                         group["damping"], group["floor_octaves"])
