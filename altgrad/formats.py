@@ -6,12 +6,12 @@
 __all__ = ['SPECIALS', 'PRECISION', 'EIGHT_BIT', 'COLORS', 'FORMATS', 'InputError', 'unknown', 'FP8Format', 'encode',
            'unit_in_first_place', 'power_of_two', 'ulp', 'get_format', 'plot_grids']
 
-# %% ../nbs/00_formats.ipynb #4ea302a5
+# %% ../nbs/00_formats.ipynb #db3fad99
 import difflib
 import math
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Iterable
 
 import torch
@@ -389,10 +389,8 @@ def _parse(word: str) -> FP8Format | None:
     fmt = FP8Format(word, *(int(parts[i]) for i in (1, 2, 3)), specials or "none", not unsigned, not normal, bool(twos))
     return replace(fmt, name=fmt.spec)
 
-# %% ../nbs/00_formats.ipynb #d0ccd768
-@torch.compiler.assume_constant_result
-@lru_cache(maxsize=None)
-def _find(name: str) -> FP8Format:
+# %% ../nbs/00_formats.ipynb #b2b34ce4
+def _search(name: str) -> FP8Format:
     "The format of a name in any case, an alias or a spec."
     names = {key.lower(): key for key in (*FORMATS, *_ALIASES)}
     key = names.get(name.lower())
@@ -401,12 +399,20 @@ def _find(name: str) -> FP8Format:
     if fmt is None: raise unknown("format", name, [*FORMATS, "or a spec such as E4M3b8"])
     return next((known for known in FORMATS.values() if known.spec == fmt.spec), fmt)
 
+_FOUND: dict[str, FP8Format] = {}  # what was asked for before, as it was written
+
+@torch.compiler.assume_constant_result
+def _find(name: str) -> str:
+    "Sees to it that `_FOUND` knows `name`; returns it. A compiler runs this once and does not look inside."
+    if name not in _FOUND: _FOUND[name] = _search(name)
+    return name
+
 def get_format(
     name: str | FP8Format,  # a name or a spec, in any case; or a format, which is returned as it is
 ) -> FP8Format:
     "The format of that name or spec, the registered one if it has those facts; InputError that lists the registry if there is none."
     if isinstance(name, FP8Format): return name
-    return FORMATS.get(str(name)) or _find(str(name))
+    return FORMATS.get(str(name)) or _FOUND[_find(str(name))]
 
 # %% ../nbs/00_formats.ipynb #31ed3d22
 def plot_grids(
