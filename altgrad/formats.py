@@ -190,7 +190,7 @@ class _SpecialCodes(_Grid):
         if self.specials == "ieee": return self.last_finite + 2 if self.mantissa_bits else None
         return {"fn": self.magnitudes - 1, "fnuz": self.magnitudes, "p3109": self.magnitudes}.get(self.specials)
 
-# %% ../nbs/00_formats.ipynb #3ec0a42d
+# %% ../nbs/00_formats.ipynb #e9783f5d
 class FP8Format(_SpecialCodes):
     "A small float format: eight primitive facts, and properties and conversions derived from them."
     @cached_property
@@ -219,6 +219,12 @@ class FP8Format(_SpecialCodes):
     def ulp(self, x: Tensor) -> Tensor:
         "The spacing of the grid at `x`, in the dtype of `x`; see the function `ulp`."
         return ulp(self, x)
+
+    def card(self, codes: bool = False) -> str:
+        "The facts as text to print, 80 columns wide; with `codes` the value of every code beneath."
+        return _card(self, codes)
+
+    def _repr_markdown_(self) -> str: return _markdown(self)
 
 # %% ../nbs/00_formats.ipynb #4b3a73ca
 def _check_facts(fmt: _Facts) -> None:
@@ -413,6 +419,68 @@ def get_format(
     "The format of that name or spec, the registered one if it has those facts; InputError that lists the registry if there is none."
     if isinstance(name, FP8Format): return name
     return FORMATS.get(str(name)) or _FOUND[_find(str(name))]
+
+# %% ../nbs/00_formats.ipynb #87ce882d
+def _text(v: float | None) -> str:
+    "A value in as few characters as are exact: 448, 2^-9, 1.5 x 2^32, -0, inf, NaN."
+    if v is None: return "none"
+    if math.isnan(v): return "NaN"
+    if v == 0 or math.isinf(v): return f"{v:g}"
+    m, e = math.frexp(v)
+    decimal, lead = repr(v).removesuffix(".0"), repr(2 * m).removesuffix(".0")
+    power = f"{'-' * (v < 0)}2^{e - 1}" if abs(m) == 0.5 else f"{lead} x 2^{e - 1}"
+    return decimal if "e" not in decimal and len(decimal) <= max(9, len(power)) else power
+
+def _code_text(fmt: FP8Format, code: int) -> str:
+    "A code in hexadecimal, as wide as the format's codes are."
+    return f"0x{code:0{-(-fmt.bits // 4)}X}"
+
+def _runs(fmt: FP8Format, which: Tensor) -> str:
+    "The codes that `which` (bool, one for each code) marks, runs of neighbours as first-last."
+    marked = set(which.nonzero().flatten().tolist())
+    if not marked: return "none"
+    first, last = (sorted(c for c in marked if c + step not in marked) for step in (-1, 1))
+    return ", ".join(_code_text(fmt, a) + (f"-{_code_text(fmt, b)}" if b > a else "") for a, b in zip(first, last))
+
+# %% ../nbs/00_formats.ipynb #7aa25ffa
+def _facts(fmt: FP8Format) -> dict[str, str]:
+    "The lines of a format's card: what, and its value and code; most are named like the property they show."
+    v, at = fmt._table, lambda value, code: _text(value) if value is None else f"{_text(value)}  ({_code_text(fmt, code)})"
+    kind = ", two's complement" * fmt.twos_complement + ", no subnormals" * (not fmt.subnormals)
+    return {
+        "spec": fmt.spec,
+        "bits": f"{fmt.bits} = {'1 sign + ' * fmt.signed}{fmt.exponent_bits} exponent + {fmt.mantissa_bits} mantissa{kind}",
+        "bias": str(fmt.bias),
+        "max": at(fmt.max, fmt.code_max),
+        "min": at(fmt.min, fmt.code_min),
+        "min_normal": at(fmt.min_normal, fmt.subnormals << fmt.mantissa_bits),
+        "min_subnormal": at(fmt.min_subnormal, 1),
+        "eps": _text(fmt.eps),
+        "dynamic_range_octaves": f"{fmt.dynamic_range_octaves:.1f}",
+        "n_values": str(fmt.n_values),
+        "codes of inf, -inf": _runs(fmt, v.isinf()),
+        "codes of NaN": _runs(fmt, v.isnan()),
+        "codes of 0, -0": _runs(fmt, v == 0),
+    }
+
+# %% ../nbs/00_formats.ipynb #256e5942
+def _card(fmt: FP8Format, codes: bool) -> str:
+    "See `FP8Format.card`."
+    facts = _facts(fmt)
+    width = max(map(len, facts)) + 2
+    lines = [fmt.name, *(f"  {key:{width}}{value}" for key, value in facts.items())]
+    return "\n".join(lines + [""] + _code_lines(fmt) if codes else lines)
+
+def _code_lines(fmt: FP8Format) -> list[str]:
+    "Every code with its value, in as many columns (a power of two) as 80 characters hold."
+    cells = [f"{_code_text(fmt, code)} {_text(v)}" for code, v in enumerate(fmt._table.tolist())]
+    width = max(map(len, cells)) + 2
+    columns = 2 ** ((80 // width).bit_length() - 1)
+    return ["".join(f"{cell:{width}}" for cell in cells[i : i + columns]).rstrip() for i in range(0, len(cells), columns)]
+
+def _markdown(fmt: FP8Format) -> str:
+    "The card as a table."
+    return "\n".join([f"| **{fmt.name}** | |", "|---|---|", *(f"| {key} | `{value}` |" for key, value in _facts(fmt).items())])
 
 # %% ../nbs/00_formats.ipynb #31ed3d22
 def plot_grids(
