@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SPECIALS', 'PRECISION', 'EIGHT_BIT', 'COLORS', 'FORMATS', 'InputError', 'unknown', 'FP8Format', 'encode',
-           'unit_in_first_place', 'power_of_two', 'ulp', 'get_format', 'plot_grids']
+           'unit_in_first_place', 'power_of_two', 'ulp', 'get_format', 'exact_text', 'plot_grids']
 
 # %% ../nbs/00_formats.ipynb #db3fad99
 import difflib
@@ -376,32 +376,32 @@ _ALIASES = {  # other names of registered formats: those of ml_dtypes and torch,
     "E2M3": "float6_e2m3fn", "E3M2": "float6_e3m2fn", "E2M1": "float4_e2m1fn", "E8M0": "float8_e8m0fnu",
 }
 
-# %% ../nbs/00_formats.ipynb #cc184300
+# %% ../nbs/00_formats.ipynb #7be861d9
 def _spec(fmt: FP8Format) -> str:
     "The facts but the name, in one word."
     flags = "u" * (not fmt.signed) + "n" * (not fmt.subnormals) + "t" * fmt.twos_complement
     return f"E{fmt.exponent_bits}M{fmt.mantissa_bits}b{fmt.bias}" + fmt.specials.removeprefix("none") + flags
 
-_WORD = re.compile(r"e(\d{1,9})m(\d{1,9})b(-?\d{1,9})(.*)")
-_ENDING = re.compile(r"(ieee|fnuz|fn|p3109)?(u?)(n?)(t?)")
+_WORD = re.compile(r"e(\d{1,9})m(\d{1,9})b(-?\d{1,9})(.*)", re.IGNORECASE)
+_ENDING = re.compile(r"(ieee|fnuz|fn|p3109|)(u?)(n?)(t?)")
 
 def _parse(word: str) -> FP8Format | None:
-    "The format of a spec in lower case, named by its spec; None if `word` is no spec, InputError if it is a wrong one."
+    "The format of a spec, named by its spec; None if `word` is no spec, InputError if it is a wrong one."
     parts = _WORD.fullmatch(word)
     if parts is None: return None
-    ending = _ENDING.fullmatch(parts[4])
+    ending = _ENDING.fullmatch(parts[4].lower())
     if ending is None: raise unknown("ending of a format", parts[4], (*SPECIALS[1:], "u (no sign)", "n (no subnormals)", "t (two's complement)"))
     specials, unsigned, normal, twos = ending.groups()
     fmt = FP8Format(word, *(int(parts[i]) for i in (1, 2, 3)), specials or "none", not unsigned, not normal, bool(twos))
     return replace(fmt, name=fmt.spec)
 
-# %% ../nbs/00_formats.ipynb #b2b34ce4
+# %% ../nbs/00_formats.ipynb #b9208116
 def _search(name: str) -> FP8Format:
     "The format of a name in any case, an alias or a spec."
     names = {key.lower(): key for key in (*FORMATS, *_ALIASES)}
     key = names.get(name.lower())
     if key: return FORMATS[_ALIASES.get(key, key)]
-    fmt = _parse(name.lower())
+    fmt = _parse(name)
     if fmt is None: raise unknown("format", name, [*FORMATS, "or a spec such as E4M3b8"])
     return next((known for known in FORMATS.values() if known.spec == fmt.spec), fmt)
 
@@ -420,16 +420,19 @@ def get_format(
     if isinstance(name, FP8Format): return name
     return FORMATS.get(str(name)) or _FOUND[_find(str(name))]
 
-# %% ../nbs/00_formats.ipynb #87ce882d
-def _text(v: float | None) -> str:
-    "A value in as few characters as are exact: 448, 2^-9, 1.5 x 2^32, -0, inf, NaN."
+# %% ../nbs/00_formats.ipynb #25fc0f3f
+def exact_text(
+    v: float | int | None,  # a value of a format, a count, or None
+) -> str:
+    "A number in as few characters as are exact: 448, 2^-9, 1.5 x 2^32, -0, inf, NaN."
     if v is None: return "none"
+    if isinstance(v, int): return str(v)
     if math.isnan(v): return "NaN"
     if v == 0 or math.isinf(v): return f"{v:g}"
     m, e = math.frexp(v)
     decimal, lead = repr(v).removesuffix(".0"), repr(2 * m).removesuffix(".0")
     power = f"{'-' * (v < 0)}2^{e - 1}" if abs(m) == 0.5 else f"{lead} x 2^{e - 1}"
-    return decimal if "e" not in decimal and len(decimal) <= max(9, len(power)) else power
+    return decimal if "e" not in decimal and (len(decimal) <= 8 or len(decimal) < len(power)) else power
 
 def _code_text(fmt: FP8Format, code: int) -> str:
     "A code in hexadecimal, as wide as the format's codes are."
@@ -442,10 +445,10 @@ def _runs(fmt: FP8Format, which: Tensor) -> str:
     first, last = (sorted(c for c in marked if c + step not in marked) for step in (-1, 1))
     return ", ".join(_code_text(fmt, a) + (f"-{_code_text(fmt, b)}" if b > a else "") for a, b in zip(first, last))
 
-# %% ../nbs/00_formats.ipynb #7aa25ffa
+# %% ../nbs/00_formats.ipynb #17dc9a7d
 def _facts(fmt: FP8Format) -> dict[str, str]:
     "The lines of a format's card: what, and its value and code; most are named like the property they show."
-    v, at = fmt._table, lambda value, code: _text(value) if value is None else f"{_text(value)}  ({_code_text(fmt, code)})"
+    v, at = fmt._table, lambda value, code: exact_text(value) if value is None else f"{exact_text(value)}  ({_code_text(fmt, code)})"
     kind = ", two's complement" * fmt.twos_complement + ", no subnormals" * (not fmt.subnormals)
     return {
         "spec": fmt.spec,
@@ -455,7 +458,7 @@ def _facts(fmt: FP8Format) -> dict[str, str]:
         "min": at(fmt.min, fmt.code_min),
         "min_normal": at(fmt.min_normal, fmt.subnormals << fmt.mantissa_bits),
         "min_subnormal": at(fmt.min_subnormal, 1),
-        "eps": _text(fmt.eps),
+        "eps": exact_text(fmt.eps),
         "dynamic_range_octaves": f"{fmt.dynamic_range_octaves:.1f}",
         "n_values": str(fmt.n_values),
         "codes of inf, -inf": _runs(fmt, v.isinf()),
@@ -463,7 +466,7 @@ def _facts(fmt: FP8Format) -> dict[str, str]:
         "codes of 0, -0": _runs(fmt, v == 0),
     }
 
-# %% ../nbs/00_formats.ipynb #256e5942
+# %% ../nbs/00_formats.ipynb #40d76469
 def _card(fmt: FP8Format, codes: bool) -> str:
     "See `FP8Format.card`."
     facts = _facts(fmt)
@@ -473,7 +476,7 @@ def _card(fmt: FP8Format, codes: bool) -> str:
 
 def _code_lines(fmt: FP8Format) -> list[str]:
     "Every code with its value, in as many columns (a power of two) as 80 characters hold."
-    cells = [f"{_code_text(fmt, code)} {_text(v)}" for code, v in enumerate(fmt._table.tolist())]
+    cells = [f"{_code_text(fmt, code)} {exact_text(v)}" for code, v in enumerate(fmt._table.tolist())]
     width = max(map(len, cells)) + 2
     columns = 2 ** ((80 // width).bit_length() - 1)
     return ["".join(f"{cell:{width}}" for cell in cells[i : i + columns]).rstrip() for i in range(0, len(cells), columns)]
