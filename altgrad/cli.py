@@ -91,7 +91,7 @@ def format_facts(
     facts = asdict(fmt) | {key: getattr(fmt, key) for key in derived} | {"finite": int(fmt.values.isfinite().sum())}
     return facts | {"values": [v if math.isfinite(v) else str(v) for v in fmt.values.tolist()]} if codes else facts
 
-# %% ../nbs/16_cli.ipynb #44061ee1
+# %% ../nbs/16_cli.ipynb #83dbaeda
 def _formats(args: argparse.Namespace) -> int:
     "`altgrad formats [NAME]`"
     from altgrad.formats import FORMATS, InputError, get_format
@@ -112,8 +112,8 @@ def _list_formats() -> None:
 
     from altgrad.formats import EIGHT_BIT, FORMATS, exact_text
 
-    columns = {"name": "name", "spec": "spec", "bits": "bits", "max": "max", "min_normal": "min\nnormal", "min_subnormal": "min\nsubnormal", "n_values": "values"}
-    table = Table(*columns.values(), box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    columns = ("name", "spec", "bits", "max", "min_normal", "min_subnormal", "n_values")
+    table = Table(*(key.removeprefix("n_").replace("_", "\n") for key in columns), box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     for name, fmt in FORMATS.items():
         cells = (getattr(fmt, key) for key in columns)
         table.add_row(*("-" if v is None else v if isinstance(v, str) else exact_text(v) for v in cells), end_section=name == EIGHT_BIT[-1])
