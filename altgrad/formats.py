@@ -395,7 +395,7 @@ def _parse(word: str) -> FP8Format | None:
     fmt = FP8Format(word, *(int(parts[i]) for i in (1, 2, 3)), specials or "none", not unsigned, not normal, bool(twos))
     return replace(fmt, name=fmt.spec)
 
-# %% ../nbs/00_formats.ipynb #b9208116
+# %% ../nbs/00_formats.ipynb #9b4803c0
 def _search(name: str) -> FP8Format:
     "The format of a name in any case, an alias or a spec."
     names = {key.lower(): key for key in (*FORMATS, *_ALIASES)}
@@ -407,11 +407,12 @@ def _search(name: str) -> FP8Format:
 
 _FOUND: dict[str, FP8Format] = {}  # what was asked for before, as it was written
 
-@torch.compiler.assume_constant_result
 def _find(name: str) -> str:
     "Sees to it that `_FOUND` knows `name`; returns it. A compiler runs this once and does not look inside."
     if name not in _FOUND: _FOUND[name] = _search(name)
     return name
+
+_find._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets, without the seconds that importing the compiler takes
 
 def get_format(
     name: str | FP8Format,  # a name or a spec, in any case; or a format, which is returned as it is
