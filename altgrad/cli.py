@@ -5,15 +5,17 @@
 # %% auto #0
 __all__ = ['make_parser', 'format_facts', 'main']
 
-# %% ../nbs/16_cli.ipynb #5ca00c2f
+# %% ../nbs/16_cli.ipynb #6fd931f4
 import argparse
 import json
+import math
+import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-# %% ../nbs/16_cli.ipynb #42224999
+# %% ../nbs/16_cli.ipynb #ab2ba142
 _EPILOG = """\
 configs
   A CONFIG is the path of a YAML file, or the name of a packaged config: bf16_baseline,
@@ -28,7 +30,8 @@ configs
 
 examples
   altgrad formats                                  all formats, one line each
-  altgrad formats E5M2                             one format's facts
+  altgrad formats E5M2                             one format's facts; with --codes the value of every code too
+  altgrad formats E4M3b8                           the same for a format that has no name: 4 + 3 bits, bias 8
   altgrad train e4m3_fp8                           one run, into runs/e4m3_fp8
   altgrad train my.yaml --set lr=1e-3 --set seed=7
   altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 e7m0_fp8
@@ -53,7 +56,7 @@ def _setting(text: str) -> tuple[str, str]:
     if not equals or not key: raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key.strip(), value.strip()
 
-# %% ../nbs/16_cli.ipynb #a85558c0
+# %% ../nbs/16_cli.ipynb #5dbbc84b
 def make_parser() -> argparse.ArgumentParser:
     "The parser of the `altgrad` command."
     plain = argparse.RawDescriptionHelpFormatter
@@ -67,13 +70,15 @@ def make_parser() -> argparse.ArgumentParser:
         p.add_argument("--out", default="runs", metavar="DIR", help="folder that gets one folder a run (default: runs)")
         p.add_argument("--json", action="store_true", help="print JSON instead of tables, and no progress")
     p = commands.add_parser("formats", help="list the formats, or show one", description="List the formats, or show one.")
-    p.add_argument("name", nargs="?", metavar="NAME", help="a format, e.g. E4M3")
+    p.add_argument("name", nargs="?", metavar="NAME", help="a format's name or spec, e.g. E4M3 or E4M3b8")
+    p.add_argument("--codes", action="store_true", help="show the value of every code of the format")
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
-# %% ../nbs/16_cli.ipynb #2f2f47a1
+# %% ../nbs/16_cli.ipynb #79096bf2
 def format_facts(
-    name: str,  # a registered format
+    name: str,  # a format's name or spec
+    codes: bool = False,  # whether to add the values in code order, as numbers or "nan", "inf", "-inf"
 ) -> dict[str, Any]:
     "A format's primitive and derived facts as plain values."
     from dataclasses import asdict
@@ -81,41 +86,38 @@ def format_facts(
     from altgrad.formats import get_format
 
     fmt = get_format(name)
-    derived = ("bits", "max", "min_normal", "min_subnormal", "min_spacing", "max_exponent", "min_exponent")
-    return asdict(fmt) | {key: getattr(fmt, key) for key in derived} | {"finite": int(fmt.values.isfinite().sum())}
+    derived = ("spec", "bits", "max", "min", "min_normal", "min_subnormal", "min_spacing", "max_exponent", "min_exponent", "eps",
+               "dynamic_range_octaves", "n_values", "code_max", "code_min", "code_minus_zero", "code_inf", "code_nan")
+    facts = asdict(fmt) | {key: getattr(fmt, key) for key in derived} | {"finite": int(fmt.values.isfinite().sum())}
+    return facts | {"values": [v if math.isfinite(v) else str(v) for v in fmt.values.tolist()]} if codes else facts
 
-# %% ../nbs/16_cli.ipynb #c50bec8c
+# %% ../nbs/16_cli.ipynb #83dbaeda
 def _formats(args: argparse.Namespace) -> int:
     "`altgrad formats [NAME]`"
+    from altgrad.formats import FORMATS, InputError, get_format
+
+    if args.codes and not args.name: raise InputError("--codes shows the codes of one format; name it, as in altgrad formats E4M3 --codes")
+    if args.json:
+        facts = [format_facts(name, args.codes) for name in ([args.name] if args.name else FORMATS)]
+        print(json.dumps(facts[0] if args.name else facts), flush=True)
+    elif args.name: print(get_format(args.name).card(args.codes), flush=True)
+    else: _list_formats()
+    return 0
+
+def _list_formats() -> None:
+    "The registry as a table, the eight splits first."
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    from altgrad.formats import FORMATS
-    from altgrad.report import number_text
+    from altgrad.formats import EIGHT_BIT, FORMATS, exact_text
 
-    facts = [format_facts(name) for name in ([args.name] if args.name else FORMATS)]
-    if args.json:
-        print(json.dumps(facts[0] if args.name else facts))
-        return 0
-    if args.name: table = _card(facts[0])
-    else:
-        keys = ("name", "bits", "bias", "specials", "max", "min_normal", "min_subnormal", "finite")
-        table = Table(*(key.replace("_", " ") for key in keys), box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
-        for f in facts: table.add_row(*(number_text(f[key]) for key in keys))
+    columns = ("name", "spec", "bits", "max", "min_normal", "min_subnormal", "n_values")
+    table = Table(*(key.removeprefix("n_").replace("_", "\n") for key in columns), box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    for name, fmt in FORMATS.items():
+        cells = (getattr(fmt, key) for key in columns)
+        table.add_row(*("-" if v is None else v if isinstance(v, str) else exact_text(v) for v in cells), end_section=name == EIGHT_BIT[-1])
     Console().print(table)
-    return 0
-
-def _card(facts: dict[str, Any]):
-    "One format's facts as a table."
-    from rich.table import Table
-
-    from altgrad.report import number_text
-
-    table = Table("fact", "value", title=facts["name"])
-    for key, value in facts.items():
-        if key != "name": table.add_row(key, number_text(value))
-    return table
 
 # %% ../nbs/16_cli.ipynb #b61100d5
 def _train(args: argparse.Namespace) -> int:
@@ -185,7 +187,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"altgrad: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
 
-# %% ../nbs/16_cli.ipynb #d53eab2b
+# %% ../nbs/16_cli.ipynb #5fbb76db
 def main(
     argv: list[str] | None = None,  # the arguments, or None for those of the process
 ) -> int:  # the exit code
@@ -197,3 +199,6 @@ def main(
     except KeyboardInterrupt:
         print("altgrad: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -142,6 +142,10 @@ def texts(tmp_path):
     (["compare", "bf16_baseline", "e4m3_fp8", "--out", "{t}/file/runs"], "cannot write to"),
     (["formats", "E4M33"], "did you mean E4M3"),
     (["formats", "E4M3", "extra"], "unrecognized arguments"),
+    (["formats", "E4M3b7iee"], "did you mean ieee"),
+    (["formats", "E4M3b999"], "outside float32's range"),
+    (["formats", "--codes"], "name it"),
+    (["train", "e4m3_fp8", "--set", "format=E4M3b7n"], "hence no zero"),
     ([], "required"),
     (["train", "e4m3_fp8", "--set", "learning_rate=1"], "did you mean"),
     (["train", "e4m3_fp8", "--set", "name=a\nb"], "cannot name a folder"),
@@ -214,5 +218,21 @@ def test_an_early_interrupt_leaves_no_traceback_and_no_silent_folder(env, tmp_pa
 @pytest.mark.parametrize("columns", [80, 120])
 def test_tables_fit_the_terminal(env, columns):
     done = run({**env, "COLUMNS": str(columns)}, "formats")
-    assert done.returncode == 0 and "…" not in done.stdout and "1.99219 x 2^127" in done.stdout
+    assert done.returncode == 0 and "…" not in done.stdout and "1.9921875 x 2^127" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= columns
+    names = [line.split()[0] for line in done.stdout.splitlines() if line.strip()][3:]
+    assert names[:8] == [f"E{e}M{7 - e}" for e in range(8)] and {"mxint8", "binary8p1", "float8_e8m0fnu"} <= set(names[8:])
+
+
+def test_a_card_and_its_codes(env):
+    narrow = {**env, "COLUMNS": "80"}
+    card, table = run(narrow, "formats", "E4M3"), run(narrow, "formats", "float8_e4m3fn", "--codes")
+    assert card.returncode == table.returncode == 0 and table.stdout.startswith(card.stdout)
+    assert "448  (0x7E)" in card.stdout and "0x7F, 0xFF" in card.stdout
+    assert "0x38 1 " in table.stdout and "0x7F NaN" in table.stdout and max(map(len, table.stdout.splitlines())) <= 80
+
+
+def test_a_reader_who_leaves_early_sees_no_traceback(env):
+    command = f"{ALTGRAD[0]} formats bfloat16 --codes | head -3"
+    done = subprocess.run(command, shell=True, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("bfloat16") and not done.stderr
