@@ -56,12 +56,13 @@ class WeightMonitor:
 def bit_histogram(
     model: nn.Module,  # with at least one `QuantizedLinear`, else the counts are all zero
 ) -> list[int]:  # 256 counts, in code order
-    "How many finite quantized weights have each code (its top 8 bits, where the code is wider)."
+    "How many finite quantized weights have each code (its top 8 bits where the code is wider; at the top of 8 bits where it is narrower)."
     count = torch.zeros(256, dtype=torch.int64)
     for _, layer in quantized_layers(model):
         fmt = layer.weight_format
         w = layer.weight.dequantize() if isinstance(layer.weight, GridTensor) else layer.weight.detach()
         if isinstance(layer.weight, GridTensor): fmt = layer.weight.fmt
-        code = fmt.to_bits((w / layer.weight_scale())[w.isfinite()]).long() >> (fmt.bits - 8)
+        code = fmt.to_bits((w / layer.weight_scale())[w.isfinite()]).long()
+        code = code >> fmt.bits - 8 if fmt.bits > 8 else code << 8 - fmt.bits
         count += torch.bincount(code, minlength=256).cpu()
     return count.tolist()

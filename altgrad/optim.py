@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .formats import FP8Format, InputError, get_format, unknown
-from .geometry import (STEPPED, LineNumbers, floor_at, formula_numbers, from_line, line_numbers, raw_stiffness, stiffness,
+from .geometry import (STEPPED, LineNumbers, check_sign_magnitude, floor_at, formula_numbers, from_line, line_numbers, raw_stiffness, stiffness,
                               to_line)
 from .quantize import rounding_key, uniform
 from .scaling import compute_scale
@@ -81,6 +81,7 @@ class GeometryOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             group["fmt"] = get_format(group["fmt"])
+            check_sign_magnitude(group["fmt"])
             _check_common(group)
             self.check(group)
         except InputError:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .checkpoint import write_atomic
 from .experiment import Comparison
-from .formats import COLORS, FORMATS
+from .formats import COLORS, get_format
 
 # %% ../nbs/15_report.ipynb #79a7cbc8
 COLUMNS = {  # key of `Comparison.rows` -> header, how the number is written
@@ -91,7 +91,9 @@ def _smooth(values: list[float | None], width: int = 10) -> list[float]:
 
 def _by_value(counts: list[int], name: str) -> list[int]:
     "A bit histogram reordered from the most negative value to the most positive."
-    return counts if not FORMATS[name].signed else counts[:127:-1] + counts[:128]
+    fmt = get_format(name)
+    if not fmt.signed: return counts
+    return counts[128:] + counts[:128] if fmt.twos_complement else counts[:127:-1] + counts[:128]
 
 # %% ../nbs/15_report.ipynb #8726396a
 def _plot_losses(ax, result: Comparison) -> None:
@@ -117,7 +119,7 @@ def _plot_histogram(ax, arm: dict[str, Any]) -> None:
     name = arm["config"]["format"] or "none"
     counts = arm["record"].get("bit_histogram") or [0] * 256
     if sum(counts): ax.bar(range(-128, 128), _by_value(counts, name), width=1.0, color=_color(name))
-    wide = name in FORMATS and FORMATS[name].bits > 8
+    wide = name != "none" and get_format(name).bits > 8
     ax.set_title(f"{name}{', top 8 bits' if wide else ''}: {sum(c > 0 for c in counts)} of 256 used", fontsize=9)
     ax.set_yticks([]), ax.set_xlabel("code, ordered by value", fontsize=8)
 

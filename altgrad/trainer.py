@@ -91,7 +91,8 @@ def _check_config(c: TrainConfig) -> None:
         if isinstance(value, (int, float)) and not (low <= value < high and abs(value) < math.inf):
             raise InputError(f"{f.name} must be at least {low}{f' and below {high}' if high < math.inf else ''}, not {value}")
     if not c.name.isprintable() or not c.name or set(c.name) & set("/\\") or c.name.startswith("."): raise InputError(f"name {c.name!r} cannot name a folder")
-    if c.format is not None: get_format(c.format)
+    if c.format is not None and not (get_format(c.format).signed and get_format(c.format).has_zero):
+        raise InputError(f"format {c.format} cannot hold weights: it must have a sign and a zero")
     preset(c.model)
     _one_of("storage", c.storage, ("fp32", *STORAGES))
     _one_of("rule", c.rule, RULES)
