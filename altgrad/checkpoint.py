@@ -8,13 +8,14 @@ __all__ = ['write_atomic', 'save_checkpoint', 'load_checkpoint']
 # %% ../nbs/11_checkpoint.ipynb #19151ece
 import os
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import torch
 from torch import nn
 
-from .formats import InputError
+from .formats import FP8Format, InputError
 from .storage import load_plain_state, plain_state
 
 # %% ../nbs/11_checkpoint.ipynb #bed470bb
@@ -45,7 +46,20 @@ def _restore_random_state(state: dict[str, torch.Tensor], device: torch.device) 
     torch.set_rng_state(state["cpu"].cpu())
     if device.type == "cuda" and "cuda" in state: torch.cuda.set_rng_state(state["cuda"].cpu(), device)
 
-# %% ../nbs/11_checkpoint.ipynb #07587899
+# %% ../nbs/11_checkpoint.ipynb #1b475ed4
+def _formats(model: nn.Module) -> dict[str, dict[str, Any]]:
+    "The facts of every quantized layer's format, by qualified name: codes mean nothing without them."
+    return {name: asdict(m.weight_format) for name, m in model.named_modules() if getattr(m, "weight_format", None) is not None}
+
+def _check_formats(model: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
+    "ValueError unless the saved formats are the model's."
+    here = _formats(model)
+    for name in here.keys() | saved.keys():
+        if name not in here or name not in saved: raise ValueError(f"{name} is quantized {'here' if name in here else 'there'} only")
+        there = FP8Format(**saved[name])
+        if there != FP8Format(**here[name]): raise ValueError(f"{name} was saved as {there}, and is {FP8Format(**here[name])} here")
+
+# %% ../nbs/11_checkpoint.ipynb #a6389bc6
 def save_checkpoint(
     path: Path | str,  # the file
     model: nn.Module,
@@ -55,7 +69,7 @@ def save_checkpoint(
 ) -> None:
     "Everything that the next training step depends on, in one atomic file."
     device = next(model.parameters()).device
-    state = {"model": plain_state(model), "optimizers": [o.state_dict() for o in optimizers], "step": step,
+    state = {"model": plain_state(model), "formats": _formats(model), "optimizers": [o.state_dict() for o in optimizers], "step": step,
              "random": _random_state(device), "extra": extra}
     write_atomic(path, lambda file: torch.save(state, file))
 
@@ -78,6 +92,7 @@ def load_checkpoint(
     device = next(model.parameters()).device
     try:
         state = torch.load(path, map_location=device, weights_only=True)
+        _check_formats(model, state["formats"])
         load_plain_state(model, state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
