@@ -6,13 +6,13 @@
 __all__ = ['ROUNDING', 'OVERFLOW', 'CHUNK', 'PATHS', 'GRADIENTS', 'rounding_key', 'uniform', 'set_path', 'fake_quantize',
            'quantize', 'dequantize', 'plot_staircase', 'plot_bit_histogram']
 
-# %% ../nbs/01_quantize.ipynb #17b4616b
+# %% ../nbs/01_quantize.ipynb #585e6dd1
 import math
 import os
 import warnings
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from types import FunctionType
-from typing import Callable, Iterable, NamedTuple, Optional
+from typing import Any, Callable, Iterable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def _grid(fmt: FP8Format, dtype: torch.dtype) -> tuple[_Grid, tuple]:
     grid = _Grid(unit, fmt.min_spacing, c * unit, c * fmt.min_spacing, 2.0 ** (fmt.max_exponent + 1), fmt.min, fmt.max, under, over)
     return grid, (wide, powers, powers and fmt.bias % 2 == 0, fmt.has_zero, fmt.code_minus_zero is not None)
 
-# %% ../nbs/01_quantize.ipynb #cb4509bf
+# %% ../nbs/01_quantize.ipynb #127e40cd
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
 
 def _first_bits(y: Tensor) -> Tensor:
@@ -67,27 +67,30 @@ def _first_bits(y: Tensor) -> Tensor:
     integers, mask = _EXPONENT[y.dtype]
     return (y.view(integers) & mask).view(y.dtype)
 
-def _nearest_power(y: Tensor, first: Tensor, u: Tensor, c: Tensor, g: _Grid, how: _How) -> Tensor:
-    "The nearest power of two or zero, ties to the even code, for a format without mantissa bits."
+def _nearest_power(y: Tensor, p: Tensor, u: Tensor, c: Tensor, g: _Grid, how: _How, first: Callable) -> Tensor:
+    "The nearest power of two or zero, ties to the even code, for a format without mantissa bits; `p` is the power of two below `y`."
     root = u.sqrt()
-    even_code = (root == unit_in_first_place(root)) == how.even_bias
-    c = torch.where(even_code & (first >= g.spacing), c + u, c)
+    odd = (root / first(root)).ceil_().sub_(1)  # 0 where root is a power of two, else its quotient is sqrt(2)
+    flip = odd.mul_(-1).add_(1) if how.even_bias else odd
+    normal = p.div_(g.spacing).floor_().clamp_(max=1)
+    c.add_(u.mul_(flip).mul_(normal))
     return (y + c).sub_(c)
 
-# %% ../nbs/01_quantize.ipynb #f34b0eab
+# %% ../nbs/01_quantize.ipynb #4d23ab2b
 ROUNDING = ("nearest", "toward_zero", "up", "down", "stochastic", "away")
 
 def _neighbour(y: Tensor, r: Tensor, u: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
-    "The neighbour of `y` on the grid that a mode wants, from the nearest one `r` and the spacing `u`."
-    if rounding == "up": return r.add_(torch.where(r < y, u, 0.0))
-    if rounding == "down": return r.sub_(torch.where(r > y, u, 0.0))
-    outwards = u.copysign_(y)
+    "The neighbour of `y` on the grid that a mode wants, from the nearest one `r` and the spacing `u`; signs choose, as a `where` would be slow."
+    if rounding == "up": return r.add_((y - r).sign_().clamp_(min=0).mul_(u))
+    if rounding == "down": return r.add_((y - r).sign_().clamp_(max=0).mul_(u))
     if rounding == "away":
-        rest = y - r
-        return r.add_(torch.where(rest.add_(rest) == outwards, outwards, 0.0))
-    low = r.sub_(torch.where(r.abs() > y.abs(), outwards, 0.0))
+        halves = (y - r).mul_(2).div_(u.copysign_(y)).trunc_().clamp_(min=0)  # 1 at a tie that went inwards
+        return r.add_(halves.mul_(u))
+    inwards = r.abs().sub_(y.abs()).sign_().clamp_(min=0)
+    low = r.sub_(inwards.mul_(u.copysign_(y)))
     if rounding == "toward_zero": return low
-    return low.add_(torch.where((noise * outwards).abs_() < (y - low).abs_(), outwards, 0.0))
+    outwards = (y - low).abs_().sub_((noise * u).abs_()).sign_().clamp_(min=0)
+    return low.add_(outwards.mul_(u))
 
 def _rounded(y: Tensor, g: _Grid, how: _How, noise: Tensor | None, first: Callable) -> Tensor:
     "`y` (limited already) on the grid; a zero is +0."
@@ -97,7 +100,7 @@ def _rounded(y: Tensor, g: _Grid, how: _How, noise: Tensor | None, first: Callab
         return (y + c).sub_(c)
     u = (p * g.unit).clamp_(min=g.spacing)
     c = u * (1.5 * 2.0 ** (PRECISION[y.dtype] - 1))
-    if how.rounding == "nearest": return _nearest_power(y, p, u, c, g, how)
+    if how.rounding == "nearest": return _nearest_power(y, p, u, c, g, how, first)
     return _neighbour(y, (y + c).sub_(c), u, how.rounding, noise)
 
 # %% ../nbs/01_quantize.ipynb #cab9c639
@@ -110,15 +113,15 @@ def _special(q: Tensor, z: Tensor, g: _Grid, how: _How) -> Tensor:
     under = torch.where(z == -torch.inf, g.under, g.min) if stops_below else g.under
     return torch.where(q > g.max, over, torch.where(q < g.min, under, q)).to(q.dtype)
 
-# %% ../nbs/01_quantize.ipynb #3c61fb8a
+# %% ../nbs/01_quantize.ipynb #9c283c73
 def _limited(z: Tensor, g: _Grid, how: _How, noise: Tensor | None, first: Callable) -> Tensor:
-    "`z` on the grid under the policy for overflow; or, for `mask`, whether it overflows. A NaN keeps its sign, which a clamp may flip."
+    "`z` on the grid under the policy for overflow; or, for `mask`, whether it overflows. Where there is a -0, NaN keeps its sign too."
     saturate = how.overflow == "saturate"
     y = z.clamp(g.min, g.max) if saturate else z.clamp(-g.beyond, g.beyond)
     if not saturate and not how.zero: y = torch.where(y >= 0, y.clamp(min=g.min), y)
     q = _rounded(y, g, how, noise, first)
     if how.overflow == "mask": return (q > g.max) | (q < g.min)
-    q = q.copysign_(z) if how.minus_zero else torch.where(q == q, q, z)
+    if how.minus_zero: q = q.copysign_(z)
     return q if saturate else _special(q, z, g, how)
 
 def _kernel(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: _Grid, how: _How, noise: Tensor | None, first: Callable) -> Tensor:
@@ -130,7 +133,7 @@ def _kernel(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: _Grid, h
     q = q.to(x.dtype)
     if how.multiply and how.scaling != "none": q = q.mul_(scale)
     limit = torch.finfo(how.out).max
-    return torch.where(q == q, q.clamp(-limit, limit), q) if how.clip else q
+    return q.clamp(-limit, limit).copysign_(q) if how.clip else q
 
 # %% ../nbs/01_quantize.ipynb #dd502917
 _M32 = 0xFFFFFFFF
@@ -254,26 +257,32 @@ def set_path(
 
 set_path(os.environ.get("ALTGRAD_PATH", "auto"));
 
-# %% ../nbs/01_quantize.ipynb #9e4abb12
+# %% ../nbs/01_quantize.ipynb #edb36d0a
 def _worth_compiling(x: Tensor) -> bool:
     "Whether the setting, the device and the size speak for the compiled kernel."
     device = x.device.type
     if _state["path"] == "eager" or _state["broken"] or device not in _STRICT or x.numel() >= 1 << 31: return False
     return _state["path"] == "compiled" or x.numel() >= _FROM[device]
 
+def _attempt(compiled: Callable[[], Any]) -> Any:
+    "What a compiled kernel returns, or None where it cannot: the first failure is reported and ends all attempts."
+    if _state["broken"]: return None
+    try:
+        with torch.no_grad(): return compiled()
+    except Exception as e:  # no compiler, or one that fails: torch raises many types
+        _state["broken"] = True
+        warnings.warn(f"altgrad computes eagerly, because compiling failed ({type(e).__name__}); set_path('eager') hides this", stacklevel=2)
+
 def _compute(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: _Grid, how: _How, words: tuple | None, noise: Tensor | None) -> Tensor:
     "The compiled kernel where it is worth it and works, else the eager one."
     if noise is None and _worth_compiling(x):
         coins = None if words is None else torch.stack([torch.as_tensor(w, dtype=torch.int32, device=x.device) for w in words])
-        try:
-            with torch.no_grad():
-                return _compiled(how, x.device.type)(x.detach(), scale, inverse, _numbers(g, how.wide or how.out == torch.float64, x.device), coins)
-        except Exception as e:  # no compiler, or one that fails: torch raises many types
-            _state["broken"] = True
-            warnings.warn(f"altgrad computes eagerly, because compiling failed ({type(e).__name__}); set_path('eager') hides this", stacklevel=2)
+        numbers = _numbers(g, how.wide or how.out == torch.float64, x.device)
+        y = _attempt(lambda: _compiled(how, x.device.type)(x.detach(), scale, inverse, numbers, coins))
+        if y is not None: return y
     return _eager(x, scale, inverse, g, how, words, noise)
 
-# %% ../nbs/01_quantize.ipynb #7edb6f2c
+# %% ../nbs/01_quantize.ipynb #36829860
 def _scaling(scale: Tensor | None) -> tuple[str, float | None, Tensor | None]:
     "How to divide by a scale, the scale where that is known without a wait, and the reciprocal where multiplying by it is exact: of a power of two."
     if scale is None: return "none", 1.0, None
@@ -290,24 +299,34 @@ def _flat(x: Tensor, scale: Tensor | None, noise: Tensor | None) -> tuple[Tensor
     rows = scale.numel()
     return x.view(rows, -1), scale.reshape(rows, 1), noise if noise is None else noise.view(rows, -1)
 
-def _how(how: _How) -> _How:
-    "The same without what makes no difference, so that fewer kernels serve."
-    if how.rounding != "nearest": how = how._replace(powers=False, even_bias=False)
-    if how.overflow == "saturate": how = how._replace(zero=True)
-    return how._replace(minus_zero=True, multiply=False) if how.overflow == "mask" else how
+@lru_cache(4096)
+def _top(fmt: FP8Format, dtype: torch.dtype) -> float:
+    "The largest scale under which no value of the format exceeds what `dtype` holds."
+    return torch.finfo(dtype).max / max(-fmt.min, fmt.max)
+
+def _may_exceed(fmt: FP8Format, dtype: torch.dtype, scale: float | None) -> bool:
+    "Whether a value times the scale (None: unknown) could exceed what `dtype` holds."
+    return scale is None or not abs(scale) < _top(fmt, dtype)
+
+@lru_cache(4096)
+def _plan(fmt: FP8Format, dtype: torch.dtype, rounding: str, overflow: str, random_bits: int, multiply: bool, scaling: str, clip: bool) -> tuple[_Grid, _How]:
+    "The numbers and the kernel for a call; what makes no difference is set to one value, so that fewer kernels serve."
+    g, (wide, powers, even_bias, zero, minus_zero) = _grid(fmt, dtype)
+    if overflow == "mask": minus_zero, multiply = True, False
+    if overflow == "raise": overflow = "saturate"
+    if rounding != "nearest": powers = even_bias = False
+    return g, _How(rounding, overflow, random_bits, multiply, scaling, dtype, clip, wide, powers, even_bias, zero or overflow == "saturate", minus_zero)
 
 def _run(x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP8Format, rounding: str, overflow: str, random_bits: int,
          batch: int, multiply: bool) -> Tensor:
     "Rounds `x`, or for overflow `mask` tells what overflows; no gradient. The scale has the dtype that computes and broadcasts to `x`."
     if not x.numel(): return torch.empty_like(x, dtype=torch.bool if overflow == "mask" else x.dtype)
     if overflow == "raise": _refuse_overflow(_run(x, scale, key, fmt, rounding, "mask", random_bits, batch, multiply), fmt)
-    (g, facts), (scaling, s, inverse), limit = _grid(fmt, x.dtype), _scaling(scale), torch.finfo(x.dtype).max
-    top = max(-g.min, g.max) * (abs(s) if multiply and s is not None else 1.0)
-    clip = overflow == "saturate" and (top > limit or multiply and s is None)
-    how = _how(_How(rounding, "saturate" if overflow == "raise" else overflow, random_bits, multiply, scaling, x.dtype, clip, *facts))
+    scaling, s, inverse = _scaling(scale)
+    g, how = _plan(fmt, x.dtype, rounding, overflow, random_bits, multiply, scaling, overflow == "saturate" and _may_exceed(fmt, x.dtype, s if multiply else 1.0))
     noise = _batch_noise(x, key, batch, random_bits) if batch and key is not None else None
     if isinstance(key, Tensor) and key.device.type == "cpu": key = int(key) if noise is None else None
-    flat, scale, noise = _flat(x.contiguous(), scale, noise)
+    flat, scale, noise = _flat(x if x.is_contiguous() else x.contiguous(), scale, noise)
     y = _compute(flat, scale, inverse, g, how, None if key is None or noise is not None else _words(key), noise).view(x.shape)
     if overflow == "raise" and y.isinf().any(): raise OverflowError(f"{x.dtype} cannot hold the result")
     return y if x.is_contiguous() else torch.empty_like(x, dtype=y.dtype).copy_(y)
