@@ -12,43 +12,43 @@ from torch import Tensor, nn
 from .storage import GridTensor
 from .surgery import QuantizedLinear, quantized_layers
 
-# %% ../nbs/08_monitors.ipynb #a4c4f0f4
+# %% ../nbs/08_monitors.ipynb #3f071629
 def _counts(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -> Tensor:
-    "Overflows, underflows, updates and flips of one weight tensor, as four int64 counts on its device."
+    "Weights, overflows, underflows, updates and flips of one weight tensor, as five int64 counts on its device."
     magnitude = w.abs()
     return torch.stack([
+        torch.full_like(limit, w.numel(), dtype=torch.int64),
         ((magnitude > limit) & magnitude.isfinite()).sum(),
         ((q == 0) & (w != 0)).sum(),
         (w != old_w).sum(),
         ((q.view(torch.int32) != old_q.view(torch.int32)) & (w != old_w)).sum(),
     ])
 
-# %% ../nbs/08_monitors.ipynb #771e8bff
+# %% ../nbs/08_monitors.ipynb #0b7ab99b
 class WeightMonitor:
     "Counts what an optimizer step did to the quantized weights of a model; call `measure` once after each step."
     def __init__(self, model: nn.Module):
         self.layers = [layer for _, layer in quantized_layers(model)]
-        self.elements = sum(layer.weight.numel() for layer in self.layers if not isinstance(layer.weight, GridTensor))
         self.last = [self._state(layer) for layer in self.layers]
 
     @staticmethod
     @torch.no_grad()
     def _state(layer: QuantizedLinear) -> tuple[Tensor, Tensor]:
-        if isinstance(layer.weight, GridTensor): return layer.weight.how["moved"].clone(), layer.weight.dequantize()
+        if isinstance(layer.weight, GridTensor): return layer.weight.how["counts"].clone(), layer.weight.dequantize()
         return layer.weight.detach().float().clone(), layer.quantized_weight().float()
 
     @torch.no_grad()
     def measure(self) -> dict[str, float | None]:
         "`overflow_rate`, `underflow_rate` and `bit_stall_rate` since the last call, in [0, 1]; None where nothing was counted."
-        total = torch.zeros(4, dtype=torch.int64)
+        total = torch.zeros(5, dtype=torch.int64)
         for i, layer in enumerate(self.layers):
             (old_w, old_q), (w, q) = self.last[i], self._state(layer)
-            if isinstance(layer.weight, GridTensor): total = total.to(w.device) + torch.cat([torch.zeros_like(w), w - old_w])
+            if isinstance(layer.weight, GridTensor): total = total.to(w.device) + (w - old_w)
             else: total = total.to(w.device) + _counts(w, old_w, q, old_q, layer.weight_format.max * layer.weight_scale())
             self.last[i] = w, q
-        over, under, updates, flips = total.tolist()
+        weights, over, under, updates, flips = total.tolist()
         rate = lambda count, of: count / of if of else None
-        return {"overflow_rate": rate(over, self.elements), "underflow_rate": rate(under, self.elements),
+        return {"overflow_rate": rate(over, weights), "underflow_rate": rate(under, weights),
                 "bit_stall_rate": rate(updates - flips, updates)}
 
 # %% ../nbs/08_monitors.ipynb #d9a9135b

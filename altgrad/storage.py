@@ -33,7 +33,7 @@ def unpack(codes: Tensor, fmt: FP8Format) -> Tensor:
     if fmt.name == "bfloat16": return codes.float()
     return fmt.values.to(codes.device)[codes.long()]
 
-# %% ../nbs/05a_storage.ipynb #4fdfe824
+# %% ../nbs/05a_storage.ipynb #e4f4d07f
 class GridTensor(torch.Tensor):
     "A float32 tensor whose memory is codes of a format and one power-of-two scale; every write is rounded to the grid."
     @staticmethod
@@ -42,7 +42,7 @@ class GridTensor(torch.Tensor):
 
     def __init__(self, codes: Tensor, scale: Tensor, writes: Tensor, rescales: Tensor, how: dict[str, Any]):
         self.codes, self.scale, self.writes, self.rescales = codes, scale, writes, rescales
-        self.how = how  # fmt, rounding, seed, tensor: what a write needs to know; moved: how many weights writes tried to move, and did
+        self.how = how  # fmt, rounding, seed, tensor: what a write needs to know; counts: what writes did, see `write`
 
     @property
     def fmt(self) -> FP8Format:
@@ -64,7 +64,7 @@ class GridTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None): return _dispatch(func, args, kwargs or {})
 
-# %% ../nbs/05a_storage.ipynb #f1ac9628
+# %% ../nbs/05a_storage.ipynb #dc15b007
 def _grown_scale(w: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
     "The scale for the values `w`: doubled until they fit, never smaller than it was."
     if fmt.name == "bfloat16": return scale
@@ -72,6 +72,17 @@ def _grown_scale(w: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
     m, e = torch.frexp(w.abs().amax().double())
     needed = torch.ldexp(torch.ones_like(m), e - int(top[1]) + (m > float(top[0]))).float()
     return torch.where(w.abs().amax() > fmt.max * scale, needed, scale)
+
+def _write_counts(to: GridTensor, w: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    "Of a write of `w` as `codes`: weights, those beyond the range of the scale before it, those rounded to zero, those to be moved, those moved."
+    moved = w != to.dequantize()
+    return torch.stack([
+        torch.full_like(moved.sum(), w.numel()),
+        (w.abs() > to.fmt.max * to.scale).sum(),
+        ((w != 0) & (unpack(codes, to.fmt) == 0)).sum(),
+        moved.sum(),
+        (moved & (codes != to.codes)).sum(),
+    ])
 
 @torch.no_grad()
 def write(
@@ -84,8 +95,7 @@ def write(
     scale = _grown_scale(w, to.scale, fmt)
     key = rounding_key(how["seed"], int(to.writes), how["tensor"]) if how["rounding"] == "stochastic" else None
     codes = pack(fake_quantize(w / scale, fmt, rounding=how["rounding"], key=key), fmt)
-    tried = w != to.dequantize()
-    how["moved"] += torch.stack([tried.sum(), (tried & (codes != to.codes)).sum()])
+    how["counts"] += _write_counts(to, w, codes, scale)
     to.codes.copy_(codes)
     to.rescales += scale > to.scale
     to.scale.copy_(scale)
@@ -108,7 +118,7 @@ def _dispatch(func, args, kwargs):
     write(target, plain_args[0])
     return target
 
-# %% ../nbs/05a_storage.ipynb #e46559ac
+# %% ../nbs/05a_storage.ipynb #7a9148c6
 STORAGES = ("master", "grid_nearest", "grid_stochastic", "bf16")
 
 def make_grid_tensor(
@@ -125,7 +135,7 @@ def make_grid_tensor(
     scale = torch.ones((), device=w.device) if storage == "bf16" else compute_scale(w.abs().amax(), fmt)
     counts = [torch.zeros((), dtype=torch.int64, device=d) for d in ("cpu", w.device)]
     how = {"fmt": fmt, "rounding": "stochastic" if storage == "grid_stochastic" else "nearest", "seed": seed, "tensor": tensor,
-           "moved": torch.zeros(2, dtype=torch.int64, device=w.device)}
+           "counts": torch.zeros(5, dtype=torch.int64, device=w.device)}
     return GridTensor(pack(fake_quantize(w / scale, fmt), fmt), scale.clone(), *counts, how)
 
 # %% ../nbs/05a_storage.ipynb #710fde5f

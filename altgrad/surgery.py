@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SKIP', 'MANIFOLD_OPTIONS', 'QuantizedLinear', 'LayerPrecisionRule', 'PrecisionConfig', 'QuantizedLayer',
-           'QuantizationReport', 'quantize_model', 'quantized_layers']
+           'QuantizationReport', 'quantize_model', 'quantized_layers', 'quantized_weights']
 
 # %% ../nbs/07_surgery.ipynb #4cc6cb87
 from dataclasses import dataclass
@@ -205,3 +205,14 @@ def quantize_model(
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear]]:
     "Qualified name and module of every `QuantizedLinear`, in the model's order."
     return ((name, m) for name, m in model.named_modules() if isinstance(m, QuantizedLinear))
+
+# %% ../nbs/07_surgery.ipynb #3811ee83
+def quantized_weights(
+    model: nn.Module,
+    names: Iterable[str] | None = None,  # qualified names of parameters; without them, all that are quantized
+) -> dict[str, nn.Parameter]:  # qualified name to weight
+    "The weights under quantization; InputError that lists them for a name that is not one."
+    found = {f"{name}.weight" if name else "weight": layer.weight for name, layer in quantized_layers(model)}
+    for name in names or ():
+        if name not in found: raise unknown("parameter under quantization", name, found)
+    return found if names is None else {name: found[name] for name in names}

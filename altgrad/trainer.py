@@ -33,7 +33,7 @@ from .storage import STORAGES, GridTensor, store_on_grid
 from .surgery import SKIP, quantize_model, quantized_layers
 from .tracking import MetricsLog, RunFolder, git_commit, machine, versions
 
-# %% ../nbs/13_trainer.ipynb #e68046d3
+# %% ../nbs/13_trainer.ipynb #183859e4
 @dataclass(frozen=True)
 class TrainConfig:
     "Everything that determines a run; YAML in and out."
@@ -58,7 +58,7 @@ class TrainConfig:
     eval_windows: int = 256  # validation sequences of block_size tokens, fixed
     checkpoint_every: int = 100  # updates between checkpoints
     storage: str = "master"  # of the linear weights between steps: fp32 (not quantized at all), master, grid_nearest, grid_stochastic, bf16
-    rule: str = "adamw"  # update rule of the linear weights: adamw, stiffness_adamw, stiffness_sgd, riemannian_adamw, madam, grid_sgd
+    rule: str = "adamw"  # update rule of the linear weights: adamw, stiffness_adamw, stiffness_sgd, riemannian_adamw, madam, grid_sgd, muon
     rule_lr: float | None = None  # peak learning rate of the rule, in the rule's own unit; null takes lr
     power: float = 1.0  # of the stiffness, for the stiffness rules
     placement: str = "update"  # where the stiffness acts in stiffness_adamw: update or gradient
@@ -74,8 +74,8 @@ class TrainConfig:
         "The config as YAML, in the order of the fields."
         return yaml.safe_dump(asdict(self), sort_keys=False)
 
-# %% ../nbs/13_trainer.ipynb #7e79f610
-RULES = ("adamw", "stiffness_adamw", "stiffness_sgd", "riemannian_adamw", "madam", "grid_sgd")
+# %% ../nbs/13_trainer.ipynb #87c67947
+RULES = ("adamw", "stiffness_adamw", "stiffness_sgd", "riemannian_adamw", "madam", "grid_sgd", "muon")
 _AT_LEAST = dict(max_steps=1, batch_size=1, block_size=1, grad_accum=1, lr=0, min_lr_ratio=0, warmup_steps=0, weight_decay=0,
                  beta1=0, beta2=0, grad_clip=0, dropout=0, rule_lr=0, damping=0, floor_octaves=0, eval_every=1, eval_windows=1, checkpoint_every=1, seed=0)
 _BELOW = dict(beta1=1, beta2=1, dropout=1, seed=2**63)
@@ -95,6 +95,8 @@ def _check_config(c: TrainConfig) -> None:
     preset(c.model)
     _one_of("storage", c.storage, ("fp32", *STORAGES))
     _one_of("rule", c.rule, RULES)
+    if c.rule == "muon" and c.storage not in ("fp32", "master"):
+        raise InputError(f"muon is torch's and writes a weight twice in a step: storage must be fp32 or master, not {c.storage}")
     if c.format is None and (c.rule != "adamw" or c.storage != "master"): raise InputError("a rule or a storage needs a format; format is null")
     _one_of("compute_dtype", c.compute_dtype, ("auto", "float32", "bfloat16"))
     if not c.device.startswith("cuda:"): _one_of("device", c.device, ("auto", "cpu", "cuda", "cuda:<n>"))
@@ -193,7 +195,7 @@ def _adamw(parameters: list[nn.Parameter], c: TrainConfig) -> torch.optim.AdamW:
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=c.lr, betas=(c.beta1, c.beta2), fused=True)
 
-# %% ../nbs/13_trainer.ipynb #eed3af46
+# %% ../nbs/13_trainer.ipynb #81c6551e
 def _rule(parameters: list[nn.Parameter], c: TrainConfig) -> torch.optim.Optimizer:
     "The config's update rule over these parameters."
     lr = c.lr if c.rule_lr is None else c.rule_lr
@@ -207,6 +209,7 @@ def _rule(parameters: list[nn.Parameter], c: TrainConfig) -> torch.optim.Optimiz
         "riemannian_adamw": lambda: RiemannianAdamW(parameters, c.format, lr, **adam, **floors),
         "madam": lambda: Madam(parameters, c.format, lr, beta=c.beta2),
         "grid_sgd": lambda: GridSGD(parameters, c.format, lr, momentum=c.beta1, weight_decay=decay, seed=c.seed, **floors),
+        "muon": lambda: torch.optim.Muon(parameters, lr, weight_decay=decay, momentum=c.beta1, adjust_lr_fn="match_rms_adamw"),
     }
     return make[c.rule]()
 
