@@ -311,7 +311,7 @@ class Weights:
         if self.on_grid: return [grid.scale for grid in self.stored]
         return [compute_scale(p.detach().abs().amax(), self.fmt) for p in self.used]
 
-# %% ../nbs/14b_instrument.ipynb #de7c9edb
+# %% ../nbs/14b_instrument.ipynb #eb75c4ac
 @contextmanager
 def _proposals() -> Iterator[list[Tensor]]:
     "Collects what the rules hand to the grids, before it is rounded."
@@ -336,12 +336,11 @@ def explain_step(
     tried, size = step != 0, (step / gap).abs()
     part = (new / there).abs().frac()
     changed = fake_quantize(old, fmt, scale) != fake_quantize(kept, fmt, scale)
-    squares = step.square().mean()
+    noise, squares, size_of = (part * (1 - part) * there.square()).mean(), step.square().mean(), old.square().mean()
     count = max(1, int(tried.sum()))
     return {"dead_zone": (tried & (size < 0.5)).sum().item() / count, "stall": (tried & ~changed).sum().item() / count,
             "flips": changed.float().mean().item(), "ulps": size.median().item(), "sign_flips": (old * kept < 0).float().mean().item(),
-            "noise": ((part * (1 - part) * there.square()).mean() / squares).item() if squares > 0 else 0.0,
-            "step_rms": (squares / old.square().mean()).sqrt().item()}
+            "step_rms": (squares / size_of).sqrt().item(), "noise_rms": (noise / size_of).sqrt().item()}
 
 # %% ../nbs/14b_instrument.ipynb #f8d1ca02
 def _watched_update(weights: Weights, rule: torch.optim.Optimizer) -> dict[str, float]:
@@ -420,7 +419,7 @@ def frozen_loss(
     if key not in bench._frozen: bench._frozen[key] = sum(_validate(bench.model(arm.checkpoint), arm, bench)) / bench.task.chunks
     return bench._frozen[key]
 
-# %% ../nbs/14b_instrument.ipynb #da19fdb5
+# %% ../nbs/14b_instrument.ipynb #7aa96c6e
 def _short(x: float) -> float:
     "Four significant digits: enough to look at, short to store."
     return float(f"{x:.4g}")
@@ -430,5 +429,8 @@ def _means(x: list[float], size: int) -> list[float]:
     return [_short(sum(x[i : i + size]) / len(x[i : i + size])) for i in range(0, len(x), size)]
 
 def _summary(course: list[dict[str, float]]) -> dict[str, float]:
-    "The mean of each measurement over the run; nothing for a run that was never looked at."
-    return {key: sum(row[key] for row in course) / len(course) for key in course[0]} if course else {}
+    "The mean of each measurement over the run (of its square, for an RMS), and the power of noise over that of steps."
+    if not course: return {}
+    mean = lambda key, power=1: sum(row[key] ** power for row in course) / len(course)
+    means = {key: mean(key, 2) ** 0.5 if key.endswith("_rms") else mean(key) for key in course[0]}
+    return {**means, "noise": (means["noise_rms"] / means["step_rms"]) ** 2 if means["step_rms"] else 0.0}

@@ -196,7 +196,7 @@ def plan(
     jobs = [job for job in jobs if loss(job.arm) is None]
     return Plan("confirm" if jobs else "done", jobs, cells, found)
 
-# %% ../nbs/14c_sweep.ipynb #8be67348
+# %% ../nbs/14c_sweep.ipynb #10893da4
 class Ledger:
     "An append-only file of rows."
     def __init__(self, folder: Path | str): self.path = Path(folder) / "ledger.jsonl"
@@ -220,17 +220,23 @@ class Ledger:
             _lock(file, self.path)
             _drop_torn_line(self.path)
             def append(row: dict[str, Any]) -> None:
-                file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+                file.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
             yield append
 
-# %% ../nbs/14c_sweep.ipynb #165149bb
+# %% ../nbs/14c_sweep.ipynb #1f2f0864
 def _row(line: bytes) -> dict[str, Any] | None:
     "A line's row; None for one that is damaged."
     try: row = json.loads(line)
     except ValueError: return None
     return row if isinstance(row, dict) else None
+
+def _finite(value: Any) -> Any:
+    "A value with null for every number that is not finite: JSON has none of these."
+    if isinstance(value, dict): return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)): return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 def _drop_torn_line(path: Path) -> None:
     "Cuts off what follows the last whole line."

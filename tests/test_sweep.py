@@ -23,6 +23,7 @@ corpus: tiny
 checkpoints: [tiny-0]
 arms:
   - {format: E4M3, storage: [fp32, grid_stochastic], power: [0, 1], lr: 0.01}
+  - {format: E7M0, storage: fp32, power: 0, lr: 1.0e+30}
 tune: {seeds: [1000], points: 3, most: 3}
 confirm: {seeds: [0]}
 task: {steps: 12, batch_size: 4, warmup: 2, chunks: 4, windows: 2, every: 4}
@@ -64,7 +65,7 @@ def whole(here):
 
 
 def test_two_workers_make_the_rows_of_one(here, whole):
-    assert len(whole) == 4 * 3 + 4
+    assert len(whole) == 5 * 3 + 5
     assert Sweep(read_matrix(MATRIX), here / "two", bench(here)).run(2, progress=False) == 0
     assert rows_of(here, "two") == whole
 
@@ -87,7 +88,7 @@ def test_killed_sweep_goes_on(here, whole, capsys):
     assert len(read_rows(here / "killed/ledger.parquet")) == len(whole)
     capsys.readouterr()
     assert main(command(here, "killed", "--dry-run")[1:]) == 0
-    assert "test: 4 arms, 16 runs in the ledger; stage done: 0 runs" in capsys.readouterr().out
+    assert "test: 5 arms, 20 runs in the ledger; stage done: 0 runs" in capsys.readouterr().out
 
 
 def test_workers_end_with_a_killed_parent(here):
@@ -123,9 +124,9 @@ def test_a_failed_run_is_recorded_and_tried_again(here, monkeypatch):
     monkeypatch.setattr("altgrad.sweep._work", lambda arm: 1 / 0)  # cannot be sent to a worker: every run fails
     failed = sweep.run(1, progress=False)
     rows = Ledger(folder).rows()
-    assert failed == len(rows) > 0 and all(row["error"] and row["format"] == "E4M3" for row in rows)
+    assert failed == len(rows) > 0 and all(row["error"] and row["storage"] in ("fp32", "grid_stochastic") for row in rows)
     again = Sweep(read_matrix(MATRIX), folder, bench(here))
-    assert again.rows == {} and len(again.plan().jobs) == 12
+    assert again.rows == {} and len(again.plan().jobs) == 15
     monkeypatch.undo()
     assert again.run(2, progress=False) == 0
     compact(Ledger(folder).rows(), folder / "x.parquet")
