@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['AXES', 'Losses', 'TOLERANCE', 'Matrix', 'read_matrix', 'Job', 'Tuning', 'rate', 'tuning', 'wider_powers', 'Plan',
-           'plan', 'Ledger', 'protocol_commit', 'Sweep', 'estimate', 'describe', 'compact', 'read_rows', 'find_row',
-           'replay']
+           'plan', 'Ledger', 'Workers', 'protocol_commit', 'Sweep', 'estimate', 'describe', 'compact', 'read_rows',
+           'find_row', 'replay']
 
 # %% ../nbs/14c_sweep.ipynb #77055950
 import itertools
@@ -273,42 +273,52 @@ def _work(arm: Arm) -> dict[str, Any]:
     try: return {**run_arm(arm, _BENCH), "error": None, "machine": machine(), "versions": versions()}
     except Exception as e: return {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}
 
-# %% ../nbs/14c_sweep.ipynb #b9638a84
-def _pool(workers: int, setup: tuple) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (setup,))
-
-def _results(jobs: list[Job], workers: int, setup: tuple, work: Callable) -> Iterator[tuple[Job, dict[str, Any]]]:
-    "Runs the jobs; yields each with its result as it comes."
-    waiting, suspects, pool = deque(jobs), deque(), _pool(workers, setup)
-    flying: dict[Future, Job] = {}
-    try:
-        while waiting or suspects or flying:
-            alone = bool(suspects)
-            while len(flying) < (1 if alone else 2 * workers) and (suspects or waiting) and (suspects or not alone):
-                job = (suspects or waiting).popleft()
-                try: flying[pool.submit(work, job.arm)] = job
-                except BrokenProcessPool:
-                    (suspects if alone else waiting).appendleft(job)
-                    break
-            done, _ = wait(flying, return_when=FIRST_COMPLETED)
-            broken = [f for f in done if isinstance(f.exception(), BrokenProcessPool)]
-            yield from [(flying.pop(f), _outcome(f)) for f in done if f not in broken]
-            if broken or not done:
-                pool.shutdown(wait=False, cancel_futures=True)
-                suspects, pool, was = suspects + deque(flying.values()), _pool(workers, setup), list(flying.values())
-                flying = {}
-                if alone and was: yield suspects.pop(), {"error": "the worker process died"}
-    finally: _stop(pool)
-
+# %% ../nbs/14c_sweep.ipynb #ad0f9268
 def _outcome(f: Future) -> dict[str, Any]:
     "What a worker gave, or why it could not."
     return {"error": f"{type(f.exception()).__name__}: {f.exception()}"} if f.exception() else f.result()
 
-def _stop(pool: ProcessPoolExecutor) -> None:
-    "Ends the workers now: what they were at is made again next time."
-    processes = list((getattr(pool, "_processes", None) or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for p in processes: p.terminate()
+class Workers:
+    "A process pool that outlives its workers."
+    def __init__(self, count: int, setup: tuple):
+        self.count, self.setup = count, setup
+        self._start()
+
+    def _start(self) -> None: self.pool = ProcessPoolExecutor(self.count, get_context("spawn"), _start_worker, (self.setup,))
+
+    def _stop(self) -> None:
+        "Ends the workers now: what they were at is made again next time."
+        processes = list((getattr(self.pool, "_processes", None) or {}).values())
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for p in processes: p.terminate()
+
+    def __enter__(self) -> "Workers": return self
+    def __exit__(self, *_) -> None: self._stop()
+
+    def restart(self) -> None:
+        "New workers after one died."
+        self._stop()
+        self._start()
+
+# %% ../nbs/14c_sweep.ipynb #cc79f83a
+def _results(workers: Workers, jobs: Iterable[Job], work: Callable) -> Iterator[tuple[Job, dict[str, Any]]]:
+    "Runs the jobs; yields each with its result as it comes."
+    waiting, suspects, flying = deque(jobs), deque(), {}
+    while waiting or suspects or flying:
+        alone = bool(suspects)  # one of these killed its worker: one at a time, until they are through
+        queue, room = (suspects, 1) if alone else (waiting, 2 * workers.count)
+        try:
+            while queue and len(flying) < room:
+                future = workers.pool.submit(work, queue[0].arm)
+                flying[future] = queue.popleft()
+        except BrokenProcessPool: pass  # that one is still in its queue
+        done = wait(flying, return_when=FIRST_COMPLETED).done if flying else ()
+        lost = any(isinstance(f.exception(), BrokenProcessPool) for f in done)
+        yield from [(flying.pop(f), _outcome(f)) for f in done if not isinstance(f.exception(), BrokenProcessPool)]
+        if lost or not done:
+            workers.restart()
+            if alone and flying: yield flying.popitem()[1], {"error": "the worker process died"}
+            suspects, flying = suspects + deque(flying.values()), {}
 
 # %% ../nbs/14c_sweep.ipynb #f09a2e4e
 def _clock(seconds: float) -> str:
@@ -347,7 +357,7 @@ def _label(arm: Arm) -> str:
     power = f" p={arm.power:g}" + " on the gradient" * (arm.placement == "gradient") if arm.rule == "stiffness_adamw" else ""
     return f"{arm.format} {arm.storage} {arm.rule}{power} lr={arm.lr:g} {arm.checkpoint} seed {arm.seed} {arm.split}"
 
-# %% ../nbs/14c_sweep.ipynb #25292bd3
+# %% ../nbs/14c_sweep.ipynb #56eea8ee
 class Sweep:
     "A matrix, a ledger and a bench."
     def __init__(self, matrix: Matrix, out: Path | str, bench: Bench):
@@ -380,19 +390,20 @@ class Sweep:
         facts = {"tier": self.matrix.tier, "matrix": self.matrix.name, "commit": git_commit(), "protocol": protocol_commit()}
         failed = 0
         with self.ledger.writing() as append:
-            while (todo := self.plan()).stage != "done":
-                for row in _stage(self, todo, workers, facts, progress):
-                    append(row)
-                    self.rows[row["run"]] = row
-                    failed += row["error"] is not None
+            setup = self.bench.folder, self.bench.data, self.bench.task, self.bench.cache
+            with Workers(workers, setup) as pool:
+                while (todo := self.plan()).stage != "done":
+                    for row in _stage(self, todo, pool, facts, progress):
+                        append(row)
+                        self.rows[row["run"]] = row
+                        failed += row["error"] is not None
         return failed
 
-# %% ../nbs/14c_sweep.ipynb #1cf40ce2
-def _stage(sweep: Sweep, todo: Plan, workers: int, facts: dict[str, Any], progress: bool) -> Iterator[dict[str, Any]]:
+# %% ../nbs/14c_sweep.ipynb #4325de33
+def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any], progress: bool) -> Iterator[dict[str, Any]]:
     "The rows of one stage, as they come."
-    setup = sweep.bench.folder, sweep.bench.data, sweep.bench.task, sweep.bench.cache
     with _progress(f"{sweep.matrix.name} {todo.stage}", len(todo.jobs), progress) as step:
-        for job, result in _results(todo.jobs, workers, setup, _work):
+        for job, result in _results(workers, todo.jobs, _work):
             row = {"run": sweep.run_id(job.arm), **asdict(job.arm), **result, "stage": job.stage, "lr_edge": job.lr_edge, **facts,
                    "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             step(f"{_label(job.arm)}: {row['error'] or round(row['val_loss'], 4)}")

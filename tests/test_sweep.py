@@ -11,7 +11,7 @@ import pytest
 from altgrad.cli import main
 from altgrad.formats import InputError
 from altgrad.instrument import Arm, Bench, Task, build_checkpoint, identity, run_id
-from altgrad.sweep import Job, Ledger, Sweep, _results, compact, find_row, plan, read_matrix, read_rows, replay
+from altgrad.sweep import Job, Ledger, Sweep, Workers, _results, compact, find_row, plan, read_matrix, read_rows, replay
 from altgrad.tracking import git_commit
 
 ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
@@ -114,7 +114,8 @@ def die(arm: Arm) -> dict:
 
 def test_a_dying_worker_costs_one_run(here):
     jobs = [Job(Arm(seed=s), "tune") for s in range(6)]
-    got = {job.arm.seed: result["error"] for job, result in _results(jobs, 2, (here, {}, TASK, None), work=die)}
+    with Workers(2, (here, {}, TASK, None)) as workers:
+        got = {job.arm.seed: result["error"] for job, result in _results(workers, jobs, die)}
     assert got == {0: None, 1: None, 2: "ValueError: no", 3: "the worker process died", 4: None, 5: None}
 
 
