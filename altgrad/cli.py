@@ -36,6 +36,7 @@ examples
   altgrad train my.yaml --set lr=1e-3 --set seed=7
   altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 e7m0_fp8
   altgrad compare bf16_baseline e4m3_fp8 --set data=path:my.txt --set max_steps=60 --out runs/mine
+  altgrad sweep nbs/studies/matrices/tier1.yaml --out runs/ledger --corpus eurlex=path:laws.txt --dry-run
 
 what a run leaves behind
   <out>/<name>/config.yaml     every setting
@@ -56,7 +57,25 @@ def _setting(text: str) -> tuple[str, str]:
     if not equals or not key: raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key.strip(), value.strip()
 
-# %% ../nbs/16_cli.ipynb #5dbbc84b
+# %% ../nbs/16_cli.ipynb #194e1150
+def _add_sweep(commands: Any) -> None:
+    "The parsers of `sweep` and `replay`."
+    words = "run every arm of a matrix that is not in the ledger yet; a killed sweep goes on"
+    sweep = commands.add_parser("sweep", help=words, description=words)
+    sweep.add_argument("matrix", metavar="MATRIX", help="a YAML file")
+    sweep.add_argument("--out", required=True, metavar="DIR", help="folder of the ledger; several matrices may share one")
+    sweep.add_argument("--workers", type=int, default=1, metavar="N", help="processes of one thread each (default: 1)")
+    sweep.add_argument("--dry-run", action="store_true", help="list the next runs and what they cost, and run nothing")
+    words = "make one run of a ledger again and say whether it agrees"
+    replay = commands.add_parser("replay", help=words, description=words)
+    replay.add_argument("run", metavar="ROW", help="the run's id, or its first digits")
+    replay.add_argument("--ledger", required=True, metavar="FILE", help="ledger.jsonl, its folder, or the parquet file")
+    for p in (sweep, replay):
+        p.add_argument("--corpus", action="append", type=_setting, default=[], metavar="LABEL=DATA",
+                       help="the text that a label stands for, e.g. eurlex=path:laws.txt; may be repeated")
+        p.add_argument("--checkpoints", default="runs/checkpoints", metavar="DIR", help="folder of the checkpoints (default: runs/checkpoints)")
+
+# %% ../nbs/16_cli.ipynb #135d9b02
 def make_parser() -> argparse.ArgumentParser:
     "The parser of the `altgrad` command."
     plain = argparse.RawDescriptionHelpFormatter
@@ -69,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
         p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append", type=_setting, default=[], help="change a setting; may be repeated")
         p.add_argument("--out", default="runs", metavar="DIR", help="folder that gets one folder a run (default: runs)")
         p.add_argument("--json", action="store_true", help="print JSON instead of tables, and no progress")
+    _add_sweep(commands)
     p = commands.add_parser("formats", help="list the formats, or show one", description="List the formats, or show one.")
     p.add_argument("name", nargs="?", metavar="NAME", help="a format's name or spec, e.g. E4M3 or E4M3b8")
     p.add_argument("--codes", action="store_true", help="show the value of every code of the format")
@@ -170,7 +190,39 @@ def _compare(args: argparse.Namespace) -> int:
         print("\n".join([*notes(result), f"figure: {figure}", f"folder: {args.out}"]))
     return 0 if all(succeeded(arm["record"]) for arm in result.arms) else 1
 
-# %% ../nbs/16_cli.ipynb #f060f439
+# %% ../nbs/16_cli.ipynb #4e101c44
+def _sweep(args: argparse.Namespace) -> int:
+    "`altgrad sweep MATRIX`"
+    from altgrad.formats import InputError
+    from altgrad.instrument import Bench
+    from altgrad.sweep import Sweep, compact, describe, read_matrix
+
+    if args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
+    try: text = Path(args.matrix).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e: raise InputError(f"cannot read the matrix {args.matrix}: {type(e).__name__}") from None
+    sweep = Sweep(read_matrix(text), args.out, Bench(args.checkpoints, dict(args.corpus)))
+    sweep.build()
+    if args.dry_run:
+        print("\n".join(describe(sweep, args.workers)))
+        return 0
+    print(describe(sweep, args.workers)[-1], file=sys.stderr)
+    failed = sweep.run(args.workers)
+    compact(sweep.ledger.rows(), Path(args.out) / "ledger.parquet")
+    print(f"{len(sweep.rows) - failed} runs in {sweep.ledger.path}" + (f"; {failed} failed, and will be tried again by the next sweep" if failed else ""))
+    return 1 if failed else 0
+
+def _replay(args: argparse.Namespace) -> int:
+    "`altgrad replay ROW`"
+    from altgrad.instrument import Bench, build_checkpoint
+    from altgrad.sweep import find_row, read_rows, replay
+
+    row, bench = find_row(read_rows(args.ledger), args.run), Bench(args.checkpoints, dict(args.corpus))
+    build_checkpoint(bench, row["checkpoint"])
+    agrees, text = replay(row, bench)
+    print(text)
+    return 0 if agrees else 1
+
+# %% ../nbs/16_cli.ipynb #d0b7ce84
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 def _interrupt(*_):
@@ -182,7 +234,7 @@ def _run(args: argparse.Namespace) -> int:
     "Runs the command; one line and exit code 2 where the request is wrong."
     from altgrad.formats import InputError
 
-    try: return {"train": _train, "compare": _compare, "formats": _formats}[args.command](args)
+    try: return {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay}[args.command](args)
     except InputError as e:
         print(f"altgrad: {' '.join(str(e).split())}", file=sys.stderr)
         return 2

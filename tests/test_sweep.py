@@ -1,0 +1,175 @@
+"""The sweep as a program: killed, continued, torn, refused; and rows that do not depend on who computed them."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from altgrad.cli import main
+from altgrad.formats import InputError
+from altgrad.instrument import Arm, Bench, Task, build_checkpoint, identity, run_id
+from altgrad.sweep import Job, Ledger, Sweep, Workers, _results, compact, find_row, plan, read_matrix, read_rows, replay
+from altgrad.tracking import git_commit
+
+ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
+TASK = Task(steps=12, batch_size=4, warmup=2, chunks=4, windows=2, every=4)
+MATRIX = """
+name: test
+tier: 0
+corpus: tiny
+checkpoints: [tiny-0]
+arms:
+  - {format: E4M3, storage: [fp32, grid_stochastic], power: [0, 1], lr: 0.01}
+  - {format: E7M0, storage: fp32, power: 0, lr: 1.0e+30}
+tune: {seeds: [1000], points: 3, most: 3}
+confirm: {seeds: [0]}
+task: {steps: 12, batch_size: 4, warmup: 2, chunks: 4, windows: 2, every: 4}
+"""
+NOISE = ("seconds", "finished", "stage", "lr_edge", "tier", "matrix", "commit", "protocol")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    "A folder with a text, a cache and a checkpoint."
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    (folder / "matrix.yaml").write_text(MATRIX)
+    os.environ["ALTGRAD_CACHE"] = str(folder / "cache")
+    build_checkpoint(bench(folder), "tiny-0")
+    return folder
+
+
+def bench(folder: Path, text: str = "text.txt") -> Bench:
+    return Bench(folder / "checkpoints", {"tiny": f"path:{folder / text}"}, TASK, folder / "cache")
+
+
+def command(folder: Path, out: str, *more: str) -> list[str]:
+    return [*ALTGRAD, "sweep", str(folder / "matrix.yaml"), "--out", str(folder / out), "--corpus", f"tiny=path:{folder / 'text.txt'}",
+            "--checkpoints", str(folder / "checkpoints"), *more]
+
+
+def rows_of(folder: Path, out: str) -> dict[str, dict]:
+    rows = Ledger(folder / out).rows()
+    assert len({row["run"] for row in rows}) == len(rows), "a run was made twice"
+    return {row["run"]: {k: v for k, v in row.items() if k not in NOISE} for row in rows}
+
+
+@pytest.fixture(scope="module")
+def whole(here):
+    "The rows of a sweep by one worker that nothing disturbed."
+    assert Sweep(read_matrix(MATRIX), here / "one", bench(here)).run(1, progress=False) == 0
+    return rows_of(here, "one")
+
+
+def test_two_workers_make_the_rows_of_one(here, whole):
+    assert len(whole) == 5 * 3 + 5
+    assert Sweep(read_matrix(MATRIX), here / "two", bench(here)).run(2, progress=False) == 0
+    assert rows_of(here, "two") == whole
+
+
+def test_killed_sweep_goes_on(here, whole, capsys):
+    ledger = here / "killed/ledger.jsonl"
+    process = subprocess.Popen(command(here, "killed"), stderr=subprocess.PIPE, text=True)
+    while not (ledger.is_file() and ledger.read_bytes().count(b"\n") >= 4):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = ledger.read_bytes()
+    with open(ledger, "ab") as file: file.write(b'{"run": "torn, as by a po')
+    done = subprocess.run(command(here, "killed"), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    after = ledger.read_bytes()
+    assert after.startswith(before[: before.rfind(b"\n") + 1]) and b"torn" not in after
+    assert rows_of(here, "killed") == whole
+    assert len(read_rows(here / "killed/ledger.parquet")) == len(whole)
+    capsys.readouterr()
+    assert main(command(here, "killed", "--dry-run")[1:]) == 0
+    assert "test: 5 arms, 20 runs in the ledger; stage done: 0 runs" in capsys.readouterr().out
+
+
+def test_workers_end_with_a_killed_parent(here):
+    process = subprocess.Popen(command(here, "orphans"), stderr=subprocess.DEVNULL)
+    while not (here / "orphans/ledger.jsonl").is_file() or not (here / "orphans/ledger.jsonl").stat().st_size: time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.is_file(): pytest.skip("this system does not list a process's children")
+    found = children.read_text().split()
+    process.kill()
+    process.wait()
+    gone = lambda pid: not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    for _ in range(100):
+        if all(map(gone, found)): break
+        time.sleep(0.05)
+    assert found and all(map(gone, found))
+
+
+def die(arm: Arm) -> dict:
+    "Stands in for a run: one seed raises, one kills its worker."
+    if arm.seed == 3: os._exit(1)
+    return {"error": "ValueError: no"} if arm.seed == 2 else {"error": None, "val_loss": 1.0}
+
+
+def test_a_dying_worker_costs_one_run(here):
+    jobs = [Job(Arm(seed=s), "tune") for s in range(6)]
+    with Workers(2, (here, {}, TASK, None)) as workers:
+        got = {job.arm.seed: result["error"] for job, result in _results(workers, jobs, die)}
+    assert got == {0: None, 1: None, 2: "ValueError: no", 3: "the worker process died", 4: None, 5: None}
+
+
+def test_a_failed_run_is_recorded_and_tried_again(here, monkeypatch):
+    folder = here / "failing"
+    sweep = Sweep(read_matrix(MATRIX), folder, bench(here))
+    monkeypatch.setattr("altgrad.sweep._work", lambda arm: 1 / 0)  # cannot be sent to a worker: every run fails
+    failed = sweep.run(1, progress=False)
+    rows = Ledger(folder).rows()
+    assert failed == len(rows) > 0 and all(row["error"] and row["storage"] in ("fp32", "grid_stochastic") for row in rows)
+    again = Sweep(read_matrix(MATRIX), folder, bench(here))
+    assert again.rows == {} and len(again.plan().jobs) == 15
+    monkeypatch.undo()
+    assert again.run(2, progress=False) == 0
+    compact(Ledger(folder).rows(), folder / "x.parquet")
+    assert all(row["error"] is None for row in read_rows(folder / "x.parquet"))
+
+
+def test_replay(here, whole, capsys):
+    row = find_row(Ledger(here / "one").rows(), next(iter(whole)))
+    assert replay(row, bench(here))[0] and "bit for bit" in replay(row, bench(here))[1]
+    assert not replay({**row, "val_loss": row["val_loss"] + 1e-9, "commit": git_commit()}, bench(here))[0]
+    agrees, text = replay({**row, "val_loss": row["val_loss"] + 1e-9, "machine": {}}, bench(here))
+    assert agrees and "another machine" in text
+    (here / "other.txt").write_text((here / "text.txt").read_text().replace("times", "plus"))
+    with pytest.raises(InputError, match="another text"): replay(row, bench(here, "other.txt"))
+    code = main(["replay", row["run"], "--ledger", str(here / "one"), *command(here, "one")[5:]])
+    assert code == 0 and "bit for bit" in capsys.readouterr().out
+
+
+def test_identity_is_stable_and_knows_the_text(here):
+    arm = Arm(checkpoint="tiny-0", corpus="tiny")
+    facts = {**identity(arm, bench(here)), "checkpoint_sha": "0" * 64, "corpus_sha": "1" * 64, "instrument": 1}
+    assert run_id(facts) == run_id(dict(reversed(facts.items()))) == "99660a5393bb3d5e"
+    (here / "third.txt").write_text((here / "text.txt").read_text() + "x")
+    assert run_id(identity(arm, bench(here))) != run_id(identity(arm, bench(here, "third.txt")))
+    assert run_id(identity(arm, bench(here))) == run_id(identity(Arm(checkpoint="tiny-0", corpus="tiny", power=0, lr=4e-3), bench(here)))
+
+
+@pytest.mark.parametrize("change, words", [(("tier: 0", "tier: x"), "tier"), (("E4M3", "E9M9"), "unknown format"), (("tiny-0", "huge-0"), "unknown checkpoint"),
+                                           (("corpus: tiny", "corpus: moon"), "no text for the label"), (("name:", "nam:"), "unknown key")])
+def test_bad_matrix_is_one_line(here, capsys, change, words):
+    (here / "bad.yaml").write_text(MATRIX.replace(*change))
+    code, said = main(["sweep", str(here / "bad.yaml"), *command(here, "bad")[3:]]), capsys.readouterr()
+    assert code == 2 and said.err.count("\n") == 1 and words in said.err and not said.out
+
+
+def test_a_second_writer_is_refused(here, capsys):
+    with Ledger(here / "locked").writing():
+        assert main(command(here, "locked")[1:]) == 2
+    assert "another sweep" in capsys.readouterr().err
+
+
+def test_stored_matrices_can_be_read():
+    for path in sorted((Path(__file__).parent.parent / "nbs/studies/matrices").glob("*.yaml")):
+        matrix = read_matrix(path.read_text())
+        assert plan(matrix, lambda arm: 1.0).stage == "done", path.name
