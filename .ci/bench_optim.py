@@ -82,7 +82,8 @@ def measure(rounds: int, device: str) -> dict:
     times = {name: [] for name in cases}
     for _ in range(rounds):
         for name, optimizer in cases.items(): times[name].append(1e3 * seconds(optimizer.step, device))
-    rows = {name: {"median_ms": round(statistics.median(t), 3), "fastest_ms": round(min(t), 3), "bytes": memory(cases[name], device)} for name, t in times.items()}
+    rows = {name: {"median_ms": round(statistics.median(t), 3), "fastest_ms": round(min(t), 3),
+                   "bytes": memory(cases[name], device)} for name, t in times.items()}
     return {"machine": machine(device), "device": device, "rounds": rounds, "rows": rows}
 
 

@@ -230,33 +230,11 @@ def _bent_adam_pass(w, g, m, v, numbers, *bend):
 def _decay_and_add_pass(w, step, ratio, numbers):
     w.mul_(numbers[0]).add_(step * ratio)
 
-# %% ../nbs/05b_optim.ipynb #bf8eaf28
+# %% ../nbs/05b_optim.ipynb #be27ada1
 PLACEMENTS = ("update", "gradient")
 
-class StiffnessAdamW(GeometryOptimizer):
-    "AdamW with the stiffness to a power, on the update or on the gradient; power 0 and a constant stiffness are torch's AdamW, bit for bit."
-    def __init__(
-        self,
-        params: Iterable,  # float32 or float64 parameters, or groups of them
-        fmt: FP8Format | str,  # whose stiffness
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),  # of the two moments
-        eps: float = 1e-8,  # in units of the (changed) gradient
-        weight_decay: float = 1e-2,  # decoupled; not multiplied by the stiffness
-        *,
-        power: float = 1.0,  # p of S^p, any real number
-        placement: str = "update",  # one of `PLACEMENTS`
-        normalize: bool = True,  # bring the changed update (or gradient) to the RMS of the unchanged one, per tensor
-        damping: float = 0.0,  # absolute floor of S, in units of the format
-        floor_octaves: float | None = None,  # relative floor of S, see `stiffness_floor`
-        formula: str = "ulp",  # see `stiffness`
-        skip_nonfinite: bool = False,  # leave everything as it is when a gradient is not finite (waits for the device)
-        compiled: bool = False,  # use torch.compile
-    ):
-        super().__init__(params, dict(
-            fmt=fmt, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, power=power, placement=placement, normalize=normalize,
-            damping=damping, floor_octaves=floor_octaves, formula=formula, skip_nonfinite=skip_nonfinite, compiled=compiled))
-
+class _BentAdam(GeometryOptimizer):
+    "What a step of `StiffnessAdamW` is."
     def check(self, group: dict[str, Any]) -> None:
         if group["placement"] not in PLACEMENTS: raise unknown("placement", group["placement"], PLACEMENTS)
         _check_stiffness(group)
@@ -279,6 +257,31 @@ class StiffnessAdamW(GeometryOptimizer):
         else:
             ratio = _run(group, _bent_adam_pass, w, g, *moments, numbers, *how)
             _run(group, _decay_and_add_pass, w, spare, ratio, numbers)
+
+# %% ../nbs/05b_optim.ipynb #bf8eaf28
+class StiffnessAdamW(_BentAdam):
+    "AdamW with the stiffness to a power, on the update or on the gradient; power 0 and a constant stiffness are torch's AdamW, bit for bit."
+    def __init__(
+        self,
+        params: Iterable,  # float32 or float64 parameters, or groups of them
+        fmt: FP8Format | str,  # whose stiffness
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),  # of the two moments
+        eps: float = 1e-8,  # in units of the (changed) gradient
+        weight_decay: float = 1e-2,  # decoupled; not multiplied by the stiffness
+        *,
+        power: float = 1.0,  # p of S^p, any real number
+        placement: str = "update",  # one of `PLACEMENTS`
+        normalize: bool = True,  # bring the changed update (or gradient) to the RMS of the unchanged one, per tensor
+        damping: float = 0.0,  # absolute floor of S, in units of the format
+        floor_octaves: float | None = None,  # relative floor of S, see `stiffness_floor`
+        formula: str = "ulp",  # see `stiffness`
+        skip_nonfinite: bool = False,  # leave everything as it is when a gradient is not finite (waits for the device)
+        compiled: bool = False,  # use torch.compile
+    ):
+        super().__init__(params, dict(
+            fmt=fmt, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, power=power, placement=placement, normalize=normalize,
+            damping=damping, floor_octaves=floor_octaves, formula=formula, skip_nonfinite=skip_nonfinite, compiled=compiled))
 
 # %% ../nbs/05b_optim.ipynb #df120454
 def _bent_sgd_pass(w, g, buffer, numbers, *bend):

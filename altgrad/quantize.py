@@ -255,7 +255,7 @@ def set_path(
     before, _state["path"], _state["broken"] = _state["path"], path, False
     return before
 
-set_path(os.environ.get("ALTGRAD_PATH", "auto"));
+_ = set_path(os.environ.get("ALTGRAD_PATH", "auto"))
 
 # %% ../nbs/01_quantize.ipynb #edb36d0a
 def _worth_compiling(x: Tensor) -> bool:
@@ -323,7 +323,8 @@ def _run(x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP8Form
     if not x.numel(): return torch.empty_like(x, dtype=torch.bool if overflow == "mask" else x.dtype)
     if overflow == "raise": _refuse_overflow(_run(x, scale, key, fmt, rounding, "mask", random_bits, batch, multiply), fmt)
     scaling, s, inverse = _scaling(scale)
-    g, how = _plan(fmt, x.dtype, rounding, overflow, random_bits, multiply, scaling, overflow == "saturate" and _may_exceed(fmt, x.dtype, s if multiply else 1.0))
+    clip = overflow == "saturate" and _may_exceed(fmt, x.dtype, s if multiply else 1.0)
+    g, how = _plan(fmt, x.dtype, rounding, overflow, random_bits, multiply, scaling, clip)
     noise = _batch_noise(x, key, batch, random_bits) if batch and key is not None else None
     if isinstance(key, Tensor) and key.device.type == "cpu": key = int(key) if noise is None else None
     flat, scale, noise = _flat(x if x.is_contiguous() else x.contiguous(), scale, noise)

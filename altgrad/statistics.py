@@ -83,7 +83,8 @@ def _describe(stats: QuantStats) -> str:
              f"underflow {show(stats.underflow_rate, '', '.3%')}", f"SQNR {show(stats.sqnr_db, ' dB', '.1f')}", f"amax {stats.amax.item():.4g}"]
     if stats.nan.item() + stats.inf.item(): parts.append(f"{stats.nan.item():,} NaN, {stats.inf.item():,} inf")
     if stats.histogram is not None:
-        parts += [f"entropy {stats.entropy_bits:.2f} of {stats.fmt.bits} bits", f"{stats.dead_codes} dead codes", f"{show(stats.range_used_octaves, ' octaves', '.1f')}"]
+        parts += [f"entropy {stats.entropy_bits:.2f} of {stats.fmt.bits} bits", f"{stats.dead_codes} dead codes",
+                  f"{show(stats.range_used_octaves, ' octaves', '.1f')}"]
     return f"QuantStats({'; '.join(parts)})"
 
 # %% ../nbs/01b_statistics.ipynb #4a3beb40
@@ -165,7 +166,7 @@ def quantize_stats(
     "Rounds and counts in one pass; errors as in `fake_quantize`."
     fmt = get_format(fmt)
     Q._check(x, fmt, rounding, overflow, key, 24, "straight_through")
-    if not x.numel() or overflow == "raise": fake_quantize(x, fmt, scale, rounding=rounding, overflow=overflow, key=key)
+    if not x.numel() or overflow == "raise": Q.fake_quantize(x, fmt, scale, rounding=rounding, overflow=overflow, key=key)
     overflow = "saturate" if overflow == "raise" else overflow
     divisor = Q._as_scale(scale, x)
     scaling, _, inverse = Q._scaling(divisor)
