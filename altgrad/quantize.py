@@ -195,6 +195,7 @@ def uniform(
 ) -> Tensor:  # float32 in [0, 1), multiples of 2^-24
     "Uniform numbers that depend on the key and on an element's index only: the same on every device."
     n = torch.Size(shape).numel()
+    if torch.compiler.is_compiling(): return _draw_range(0, n, _words(key), 24, device).view(shape)
     parts = [_draw_range(a, min(a + CHUNK, n), _words(key), 24, device) for a in range(0, n, CHUNK)]
     return (torch.cat(parts) if parts else torch.empty(0, device=device)).view(shape)
 
