@@ -73,8 +73,8 @@ def _check_common(group: dict[str, Any]) -> None:
         if p.dtype not in (torch.float32, torch.float64): raise InputError(f"update rules take float32 or float64 parameters, not {p.dtype}")
 
 # %% ../nbs/05b_optim.ipynb #daea6564
-class GeometryOptimizer(torch.optim.Optimizer):
-    "The frame of all rules; a subclass says which moments a parameter has, and how it moves."
+class _Groups(torch.optim.Optimizer):
+    "Groups with a format and settings that are checked, and a state that is plain."
     def add_param_group(self, group: dict[str, Any]) -> None:
         "Adds parameters with settings of their own; InputError for a bad one."
         super().add_param_group(group)
@@ -102,6 +102,9 @@ class GeometryOptimizer(torch.optim.Optimizer):
     def check(self, group: dict[str, Any]) -> None:
         "InputError for a setting that this rule cannot take."
 
+# %% ../nbs/05b_optim.ipynb #daea6565
+class GeometryOptimizer(_Groups):
+    "The frame of all rules; a subclass says which moments a parameter has, and how it moves."
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         "Names of the full-size tensors in a parameter's state; they start as zeros."
         raise NotImplementedError
@@ -434,6 +437,8 @@ class Madam(GeometryOptimizer):
         _run(group, _madam_pass, w, job.g, *job.moments, state["max"], numbers)
 
 # %% ../nbs/05b_optim.ipynb #9d2b3a70
+RUNG_ROUNDING = ("nearest", "stochastic", "none")
+
 def _rung_pass(w, g, buffer, momentum, line):
     "Updates the momentum in code space; one over its RMS."
     buffer.mul_(momentum).add_(_code_gradient(w, g, _unpack_line(line)))
@@ -456,8 +461,6 @@ def _climb_pass(w, buffer, length, numbers, line, key, rounded):
     w.copy_((_round_to_codes(u, at, key) if rounded else u) * at.scale)
 
 # %% ../nbs/05b_optim.ipynb #390210c9
-RUNG_ROUNDING = ("nearest", "stochastic", "none")
-
 class GridSGD(GeometryOptimizer):
     "Momentum SGD in code space that moves weights by whole codes: `lr` is the RMS step in codes."
     def __init__(

@@ -309,6 +309,7 @@ def _may_exceed(fmt: FP8Format, dtype: torch.dtype, scale: float | None) -> bool
     "Whether a value times the scale (None: unknown) could exceed what `dtype` holds."
     return scale is None or not abs(scale) < _top(fmt, dtype)
 
+# %% ../nbs/01_quantize.ipynb #36829861
 @lru_cache(4096)
 def _plan(fmt: FP8Format, dtype: torch.dtype, rounding: str, overflow: str, random_bits: int, multiply: bool, scaling: str, clip: bool) -> tuple[_Grid, _How]:
     "The numbers and the kernel for a call; what makes no difference is set to one value, so that fewer kernels serve."
