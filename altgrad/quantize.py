@@ -6,7 +6,7 @@
 __all__ = ['ROUNDING', 'OVERFLOW', 'CHUNK', 'PATHS', 'GRADIENTS', 'rounding_key', 'uniform', 'set_path', 'fake_quantize',
            'quantize', 'dequantize', 'plot_staircase', 'plot_bit_histogram']
 
-# %% ../nbs/01_quantize.ipynb #585e6dd1
+# %% ../nbs/01_quantize.ipynb #5917e6f8
 import math
 import os
 import warnings
@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterable, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .formats import COLORS, EIGHT_BIT, FORMATS, PRECISION, FP8Format, InputError, get_format, unit_in_first_place, unknown
+from .formats import COLORS, EIGHT_BIT, FORMATS, PRECISION, FP8Format, InputError, _spec, get_format, unit_in_first_place, unknown
 
 # %% ../nbs/01_quantize.ipynb #a12c8c28
 class _Grid(NamedTuple):
@@ -59,7 +59,7 @@ def _grid(fmt: FP8Format, dtype: torch.dtype) -> tuple[_Grid, tuple]:
     grid = _Grid(unit, fmt.min_spacing, c * unit, c * fmt.min_spacing, 2.0 ** (fmt.max_exponent + 1), fmt.min, fmt.max, under, over)
     return grid, (wide, powers, powers and fmt.bias % 2 == 0, fmt.has_zero, fmt.code_minus_zero is not None)
 
-# %% ../nbs/01_quantize.ipynb #127e40cd
+# %% ../nbs/01_quantize.ipynb #9f68e6ce
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
 
 def _first_bits(y: Tensor) -> Tensor:
@@ -70,13 +70,17 @@ def _first_bits(y: Tensor) -> Tensor:
 def _nearest_power(y: Tensor, p: Tensor, u: Tensor, c: Tensor, g: _Grid, how: _How, first: Callable) -> Tensor:
     "The nearest power of two or zero, ties to the even code, for a format without mantissa bits; `p` is the power of two below `y`."
     root = u.sqrt()
-    odd = (root / first(root)).ceil_().sub_(1)  # 0 where root is a power of two, else its quotient is sqrt(2)
+    if first is not _first_bits:  # a compiler fuses a choice; one operation at a time, signs are faster
+        even_code = (root == first(root)) == how.even_bias
+        c = torch.where(even_code & (p >= g.spacing), c + u, c)
+        return (y + c).sub_(c)
+    odd = (root - first(root)).sign_()  # 0 where the root is a power of two, else 1
     flip = odd.mul_(-1).add_(1) if how.even_bias else odd
-    normal = p.div_(g.spacing).floor_().clamp_(max=1)
+    normal = p.sub_(g.spacing).sign_().add_(1).clamp_(max=1)  # 0 below the smallest normal number
     c.add_(u.mul_(flip).mul_(normal))
     return (y + c).sub_(c)
 
-# %% ../nbs/01_quantize.ipynb #4d23ab2b
+# %% ../nbs/01_quantize.ipynb #ec4540fd
 ROUNDING = ("nearest", "toward_zero", "up", "down", "stochastic", "away")
 
 def _neighbour(y: Tensor, r: Tensor, u: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
@@ -86,10 +90,11 @@ def _neighbour(y: Tensor, r: Tensor, u: Tensor, rounding: str, noise: Tensor | N
     if rounding == "away":
         halves = (y - r).mul_(2).div_(u.copysign_(y)).trunc_().clamp_(min=0)  # 1 at a tie that went inwards
         return r.add_(halves.mul_(u))
+    threshold = None if noise is None else noise * u
     inwards = r.abs().sub_(y.abs()).sign_().clamp_(min=0)
     low = r.sub_(inwards.mul_(u.copysign_(y)))
     if rounding == "toward_zero": return low
-    outwards = (y - low).abs_().sub_((noise * u).abs_()).sign_().clamp_(min=0)
+    outwards = (y - low).abs_().sub_(threshold).sign_().clamp_(min=0)
     return low.add_(outwards.mul_(u))
 
 def _rounded(y: Tensor, g: _Grid, how: _How, noise: Tensor | None, first: Callable) -> Tensor:
@@ -243,7 +248,7 @@ def _numbers(g: _Grid, wide: bool, device: torch.device) -> Tensor:
     "A format's numbers on a device."
     return torch.tensor(g, dtype=torch.float64 if wide else torch.float32, device=device)
 
-# %% ../nbs/01_quantize.ipynb #dae07df0
+# %% ../nbs/01_quantize.ipynb #df7b91e9
 PATHS = ("auto", "eager", "compiled")
 _FROM = {"cpu": 1 << 20, "cuda": 1 << 16}  # elements from which on `auto` compiles
 _state = {"path": "auto", "broken": False}
@@ -283,7 +288,7 @@ def _compute(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: _Grid, 
         if y is not None: return y
     return _eager(x, scale, inverse, g, how, words, noise)
 
-# %% ../nbs/01_quantize.ipynb #36829860
+# %% ../nbs/01_quantize.ipynb #a0484283
 def _scaling(scale: Tensor | None) -> tuple[str, float | None, Tensor | None]:
     "How to divide by a scale, the scale where that is known without a wait, and the reciprocal where multiplying by it is exact: of a power of two."
     if scale is None: return "none", 1.0, None
@@ -301,32 +306,24 @@ def _flat(x: Tensor, scale: Tensor | None, noise: Tensor | None) -> tuple[Tensor
     return x.view(rows, -1), scale.reshape(rows, 1), noise if noise is None else noise.view(rows, -1)
 
 @lru_cache(4096)
-def _top(fmt: FP8Format, dtype: torch.dtype) -> float:
-    "The largest scale under which no value of the format exceeds what `dtype` holds."
-    return torch.finfo(dtype).max / max(-fmt.min, fmt.max)
-
-def _may_exceed(fmt: FP8Format, dtype: torch.dtype, scale: float | None) -> bool:
-    "Whether a value times the scale (None: unknown) could exceed what `dtype` holds."
-    return scale is None or not abs(scale) < _top(fmt, dtype)
-
-# %% ../nbs/01_quantize.ipynb #36829861
-@lru_cache(4096)
-def _plan(fmt: FP8Format, dtype: torch.dtype, rounding: str, overflow: str, random_bits: int, multiply: bool, scaling: str, clip: bool) -> tuple[_Grid, _How]:
-    "The numbers and the kernel for a call; what makes no difference is set to one value, so that fewer kernels serve."
+def _plan(fmt: FP8Format, dtype: torch.dtype, rounding: str, overflow: str, random_bits: int, multiply: bool, scaling: str) -> tuple[_Grid, _How, float]:
+    "The numbers and the kernel for a call, and the scale beyond which a value could exceed what `dtype` holds. What makes no difference is set to one value."
     g, (wide, powers, even_bias, zero, minus_zero) = _grid(fmt, dtype)
+    top = torch.finfo(dtype).max / max(-fmt.min, fmt.max) if overflow == "saturate" else math.inf
     if overflow == "mask": minus_zero, multiply = True, False
     if overflow == "raise": overflow = "saturate"
     if rounding != "nearest": powers = even_bias = False
-    return g, _How(rounding, overflow, random_bits, multiply, scaling, dtype, clip, wide, powers, even_bias, zero or overflow == "saturate", minus_zero)
+    return g, _How(rounding, overflow, random_bits, multiply, scaling, dtype, False, wide, powers, even_bias, zero or overflow == "saturate", minus_zero), top
 
+# %% ../nbs/01_quantize.ipynb #ad5f3d7b
 def _run(x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP8Format, rounding: str, overflow: str, random_bits: int,
          batch: int, multiply: bool) -> Tensor:
     "Rounds `x`, or for overflow `mask` tells what overflows; no gradient. The scale has the dtype that computes and broadcasts to `x`."
     if not x.numel(): return torch.empty_like(x, dtype=torch.bool if overflow == "mask" else x.dtype)
     if overflow == "raise": _refuse_overflow(_run(x, scale, key, fmt, rounding, "mask", random_bits, batch, multiply), fmt)
     scaling, s, inverse = _scaling(scale)
-    clip = overflow == "saturate" and _may_exceed(fmt, x.dtype, s if multiply else 1.0)
-    g, how = _plan(fmt, x.dtype, rounding, overflow, random_bits, multiply, scaling, clip)
+    g, how, top = _plan(fmt, x.dtype, rounding, overflow, random_bits, multiply, scaling)
+    if top < math.inf and (multiply and s is None or not abs(s if multiply else 1.0) < top): how = how._replace(clip=True)
     noise = _batch_noise(x, key, batch, random_bits) if batch and key is not None else None
     if isinstance(key, Tensor) and key.device.type == "cpu": key = int(key) if noise is None else None
     flat, scale, noise = _flat(x if x.is_contiguous() else x.contiguous(), scale, noise)
@@ -382,7 +379,7 @@ def _batched(call: Callable, info, in_dims, x, scale, key, fmt, rounding, overfl
 
 _operator.register_vmap(partial(_batched, _operator))
 
-# %% ../nbs/01_quantize.ipynb #7c849559
+# %% ../nbs/01_quantize.ipynb #be1b6109
 class _Estimator(torch.autograd.Function):
     "The same forward pass and gradient, without the operator."
     @staticmethod
@@ -405,7 +402,7 @@ def _estimate(x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP
     transformed = plain and torch._C._are_functorch_transforms_active()
     if plain and not transformed and not (x.requires_grad and torch.is_grad_enabled()): return _run(x, scale, key, fmt, *how[:-1])
     if isinstance(key, int): key = torch.tensor(key, dtype=torch.int64, device=x.device)
-    return (_Estimator.apply if plain else _operator)(x, scale, key, fmt.spec, *how)
+    return (_Estimator.apply if plain else _operator)(x, scale, key, _spec(fmt), *how)
 
 # %% ../nbs/01_quantize.ipynb #2d3fb8e7
 def _as_scale(scale: Tensor | float, x: Tensor) -> Tensor | None:

@@ -48,7 +48,7 @@ class QuantStats:
 
     def __repr__(self) -> str: return _describe(self)
 
-# %% ../nbs/01b_statistics.ipynb #7b146653
+# %% ../nbs/01b_statistics.ipynb #b8d15787
 def _ratio(part: Tensor, of: Tensor) -> float | None: return part.item() / of.item() if of.item() else None
 
 def _decibel(signal: Tensor, noise: Tensor) -> float | None:
@@ -109,36 +109,53 @@ def _count_bins(bins: Tensor, n: int) -> Tensor:
     if bins.device.type == "cpu": return torch.bincount(bins.flatten(), minlength=n)
     return torch.zeros(n, dtype=torch.int64, device=bins.device).index_add_(0, bins.flatten().long(), torch.ones_like(bins.flatten(), dtype=torch.int64))
 
-# %% ../nbs/01b_statistics.ipynb #cb598747
-def _measure(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, noise: Tensor | None, first: Callable) -> tuple[Tensor, ...]:
-    "The result, the values in units of the format, and the seven numbers."
-    q = Q._kernel(x, scale, inverse, g, how, noise, first)
+# %% ../nbs/01b_statistics.ipynb #a1d3b498
+def _measure(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, noise: Tensor | None, first: Callable, codes: bool) -> tuple:
+    "The result, the values in units of the format if codes are wanted, and the seven numbers of `_sums`."
+    q = Q._kernel(x, scale, inverse, g, how._replace(clip=False), noise, first)
     y = q if how.scaling == "none" else q * scale
     wide = x.to(q.dtype)
     z = wide if how.scaling == "none" else wide / scale if how.scaling == "divide" else wide * inverse
     limit = torch.finfo(x.dtype).max
-    if how.overflow == "saturate": y = y.clamp(-limit, limit).copysign(y)
+    if how.clip: y = y.clamp(-limit, limit).copysign(y)
     y = y.to(x.dtype)
-    a, beyond = wide.abs(), ((z > g.max) | (z < g.min)) & (z.abs() < torch.inf)
-    error = (wide - y).nan_to_num(0.0, 0.0, 0.0).double()
-    finite = wide.nan_to_num(0.0, 0.0, 0.0)
-    total = lambda t: t.sum(dtype=torch.float64)
-    return (y, q, total(beyond), total((y == 0) & (wide != 0)), total(a != a), total(a == torch.inf), total(error * error), total(finite.double() * finite),
-            finite.abs().amax().double())
+    return (y, q if codes else None, *(_sums if first is Q._first_bits else _fused_sums)(wide, y, z, g))
 
+# %% ../nbs/01b_statistics.ipynb #61e62c21
+def _sums(x: Tensor, y: Tensor, z: Tensor, g: Q._Grid) -> tuple[Tensor, ...]:
+    "Overflow, underflow, NaN, inf, squared error, squares and amax."
+    count = lambda which: torch.count_nonzero(which).double()
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    magnitude, within = x.abs(), torch.count_nonzero((z >= g.min) & (z <= g.max))
+    nan, inf = count(magnitude != magnitude), count(magnitude == torch.inf)
+    beyond = x.numel() - within - nan - count(z.abs() == torch.inf)
+    squares = lambda t: t.double().square_().sum()
+    return beyond, count((y == 0).logical_and_(x != 0)), nan, inf, squares((x - y).nan_to_num_(0.0, 0.0, 0.0)), squares(finite), finite.abs().amax().double()
+
+def _fused_sums(x: Tensor, y: Tensor, z: Tensor, g: Q._Grid) -> tuple[Tensor, ...]:
+    "The same for a compiler."
+    count = lambda which: which.float().sum().double()
+    magnitude, size = x.abs(), z.abs()
+    finite = magnitude < torch.inf
+    error = torch.where(finite & (y.abs() < torch.inf), x - y, 0.0).double()
+    signal = torch.where(finite, x, 0.0).double()
+    return (count(((z > g.max) | (z < g.min)) & (size < torch.inf)), count((y == 0) & (x != 0)), count(magnitude != magnitude), count(magnitude == torch.inf),
+            (error * error).sum(), (signal * signal).sum(), torch.where(finite, magnitude, 0.0).amax().double())
+
+# %% ../nbs/01b_statistics.ipynb #3d33566f
 @cache
-def _compiled(how: Q._How, device: str) -> Callable:
+def _compiled(how: Q._How, device: str, codes: bool) -> Callable:
     "`_measure` in one pass."
     def kernel(x: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Tensor) -> tuple[Tensor, ...]:
-        return _measure(x, scale, inverse, Q._Grid(*numbers.unbind()), how, None, unit_in_first_place)
+        return _measure(x, scale, inverse, Q._Grid(*numbers.unbind()), how, None, unit_in_first_place, codes)
 
     own = FunctionType(kernel.__code__.replace(co_name=f"measure_{how.rounding}"), kernel.__globals__, closure=kernel.__closure__)
     return torch.compile(own, fullgraph=True, dynamic=True, options=Q._STRICT[device])
 
-# %% ../nbs/01b_statistics.ipynb #2d3dc638
-PIECE = 1 << 18  # elements a compiled kernel takes at a time
+# %% ../nbs/01b_statistics.ipynb #29701c36
+PIECE = 1 << 20  # elements a compiled kernel takes at a time
 
-def _pieces(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, words: tuple | None):
+def _pieces(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, words: tuple | None, codes: bool):
     "Yields slices of the first dimension and what `_measure` says of each."
     compiled = words is None and Q._worth_compiling(x)
     row = x.numel() // len(x)
@@ -148,10 +165,10 @@ def _pieces(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid,
         part, b = x[a : a + step], min(a + step, len(x))
         s = scale[a:b] if scale is not None and scale.dim() else scale
         coin = None if words is None else Q._draw_range(a * row, b * row, words, how.random_bits, x.device).view(part.shape)
-        if compiled and (found := Q._attempt(lambda: _compiled(how, x.device.type)(part, s, inverse, numbers))) is not None: yield slice(a, b), found  # noqa: B023
-        else: yield slice(a, b), _measure(part, s, inverse, g, how, coin, Q._first_bits)
+        if compiled and (found := Q._attempt(lambda: _compiled(how, x.device.type, codes)(part, s, inverse, numbers))) is not None: yield slice(a, b), found  # noqa: B023
+        else: yield slice(a, b), _measure(part, s, inverse, g, how, coin, Q._first_bits, codes)
 
-# %% ../nbs/01b_statistics.ipynb #4fd1e039
+# %% ../nbs/01b_statistics.ipynb #bd7bb4e6
 @torch.no_grad()
 def quantize_stats(
     x: Tensor,  # float tensor of any shape, dtype and device
@@ -169,15 +186,17 @@ def quantize_stats(
     if not x.numel() or overflow == "raise": Q.fake_quantize(x, fmt, scale, rounding=rounding, overflow=overflow, key=key)
     overflow = "saturate" if overflow == "raise" else overflow
     divisor = Q._as_scale(scale, x)
-    scaling, _, inverse = Q._scaling(divisor)
+    scaling, s, inverse = Q._scaling(divisor)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    g, how = Q._plan(fmt, wide, rounding, overflow, 24, False, scaling, False)
+    g, how, _ = Q._plan(fmt, wide, rounding, overflow, 24, False, scaling)
+    top = torch.finfo(x.dtype).max / max(-fmt.min, fmt.max)
+    how = how._replace(clip=overflow == "saturate" and (s is None or not abs(s) < top))
     out, total, amax, bins = _collect(x, divisor, inverse, g, how, key, fmt if histogram else None)
     over, under, nan, inf = total[:4].long()
     counts = None if bins is None else _histogram(bins, nan, fmt)
     return out, QuantStats(fmt, torch.tensor(x.numel(), device=x.device), over, under, nan, inf, amax, total[4], total[5], counts)
 
-# %% ../nbs/01b_statistics.ipynb #6fa3a43c
+# %% ../nbs/01b_statistics.ipynb #45ffee27
 def _collect(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, key: int | Tensor | None, fmt: FP8Format | None) -> tuple:
     "The result and the sums over all pieces; bins too if a format is given."
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -186,11 +205,12 @@ def _collect(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid
     if not x.numel(): return out, total, amax, bins
     flat, scale, _ = Q._flat(x.contiguous(), scale, None)
     into = out.view(flat.shape)
-    for where, (y, q, *sums, top) in _pieces(flat, scale, inverse, g, how, None if key is None else Q._words(key)):
-        into[where] = y
+    for place, (y, q, *sums, top) in _pieces(flat, scale, inverse, g, how, None if key is None else Q._words(key), fmt is not None):
+        into[place] = y
         total += torch.stack(sums)
         amax = torch.maximum(amax, top)
-        if fmt is not None: bins += _count_bins(_bins(q, fmt), len(bins))
+        if fmt is not None:
+            for some in q.view(-1).split(Q.CHUNK): bins += _count_bins(_bins(some, fmt), len(bins))
     return out, total, amax, bins
 
 def _histogram(bins: Tensor, nan: Tensor, fmt: FP8Format) -> Tensor:
