@@ -9,7 +9,7 @@ __all__ = ['PIECE', 'QuantStats', 'quantize_stats']
 from dataclasses import dataclass, fields
 from functools import cache
 from types import FunctionType
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,11 +98,24 @@ def _bin_codes(fmt: FP8Format, device: torch.device) -> Tensor:
     if fmt.twos_complement: negative[fmt.magnitudes] = fmt.code_min
     return torch.tensor([code.get(a, 0) for a in v.tolist()] + negative, device=device)
 
-def _bins(q: Tensor, fmt: FP8Format) -> Tensor:
+class _Layout(NamedTuple):
+    "What finds a value's bin: a factor that moves the exponents to float32's lowest, bits to drop, the bin of the smallest magnitude, the last."
+    factor: float | Tensor
+    drop: int | Tensor
+    first: int | Tensor
+    last: int | Tensor
+
+@cache
+def _layout(fmt: FP8Format, device: torch.device) -> tuple[_Layout, tuple[Tensor, ...]]:
+    "A format's layout as numbers, and as tensors on a device for a compiled kernel."
+    found = _Layout(2.0 ** (-126 - fmt.min_exponent), 23 - fmt.mantissa_bits, int(not fmt.has_zero), fmt.magnitudes)
+    return found, (torch.tensor(found.factor, device=device), torch.tensor(found[1:], dtype=torch.int32, device=device))
+
+def _bins(q: Tensor, layout: _Layout) -> Tensor:
     "The bins (int32) of values of the format; of 0 for NaN."
-    bits = (q.nan_to_num(0.0, torch.inf, -torch.inf).float() * 2.0 ** (-126 - fmt.min_exponent)).view(torch.int32)
-    magnitude = ((bits & 0x7FFFFFFF) >> (23 - fmt.mantissa_bits)).sub_(int(not fmt.has_zero)).clamp_(0, fmt.magnitudes)
-    return magnitude.add_((bits >> 31).bitwise_and_(1).mul_(fmt.magnitudes + 1))
+    bits = (q.nan_to_num(0.0, torch.inf, -torch.inf).float() * layout.factor).view(torch.int32)
+    magnitude = ((bits & 0x7FFFFFFF) >> layout.drop).sub_(layout.first).clamp_(0).clamp_(max=layout.last)
+    return magnitude.add_((bits >> 31).bitwise_and_(1).mul_(layout.last + 1))
 
 def _count_bins(bins: Tensor, n: int) -> Tensor:
     "How often each of `n` bins occurs; on a GPU without a wait."
@@ -110,8 +123,9 @@ def _count_bins(bins: Tensor, n: int) -> Tensor:
     return torch.zeros(n, dtype=torch.int64, device=bins.device).index_add_(0, bins.flatten().long(), torch.ones_like(bins.flatten(), dtype=torch.int64))
 
 # %% ../nbs/01b_statistics.ipynb #a1d3b498
-def _measure(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, noise: Tensor | None, first: Callable, codes: bool) -> tuple:
-    "The result, the values in units of the format if codes are wanted, and the seven numbers of `_sums`."
+def _measure(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, noise: Tensor | None, first: Callable, sums: Callable,
+             layout: _Layout | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    "The result, the bins if a layout is given, and `sums`."
     q = Q._kernel(x, scale, inverse, g, how._replace(clip=False), noise, first)
     y = q if how.scaling == "none" else q * scale
     wide = x.to(q.dtype)
@@ -119,11 +133,11 @@ def _measure(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid
     limit = torch.finfo(x.dtype).max
     if how.clip: y = y.clamp(-limit, limit).copysign(y)
     y = y.to(x.dtype)
-    return (y, q if codes else None, *(_sums if first is Q._first_bits else _fused_sums)(wide, y, z, g))
+    return y, None if layout is None else _bins(q, layout), torch.stack(sums(wide, y, z, g))
 
 # %% ../nbs/01b_statistics.ipynb #61e62c21
 def _sums(x: Tensor, y: Tensor, z: Tensor, g: Q._Grid) -> tuple[Tensor, ...]:
-    "Overflow, underflow, NaN, inf, squared error, squares and amax."
+    "Overflow, underflow, NaN, inf, squared error, squares and amax, all float64."
     count = lambda which: torch.count_nonzero(which).double()
     finite = x.nan_to_num(0.0, 0.0, 0.0)
     magnitude, within = x.abs(), torch.count_nonzero((z >= g.min) & (z <= g.max))
@@ -142,31 +156,55 @@ def _fused_sums(x: Tensor, y: Tensor, z: Tensor, g: Q._Grid) -> tuple[Tensor, ..
     return (count(((z > g.max) | (z < g.min)) & (size < torch.inf)), count((y == 0) & (x != 0)), count(magnitude != magnitude), count(magnitude == torch.inf),
             (error * error).sum(), (signal * signal).sum(), torch.where(finite, magnitude, 0.0).amax().double())
 
+def _finite_sums(x: Tensor, y: Tensor, z: Tensor, g: Q._Grid) -> tuple[Tensor, ...]:
+    "The same if x, y and z are finite; else a sum is not."
+    count = lambda which: which.to(torch.int32).sum(dtype=torch.int32).double()
+    error, signal, none = (x - y).double(), x.double(), torch.zeros((), dtype=torch.float64)
+    return count((z > g.max) | (z < g.min)), count((y == 0) & (x != 0)), none, none, (error * error).sum(), (signal * signal).sum(), x.abs().amax().double()
+
 # %% ../nbs/01b_statistics.ipynb #3d33566f
 @cache
 def _compiled(how: Q._How, device: str, codes: bool) -> Callable:
-    "`_measure` in one pass."
-    def kernel(x: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Tensor) -> tuple[Tensor, ...]:
-        return _measure(x, scale, inverse, Q._Grid(*numbers.unbind()), how, None, unit_in_first_place, codes)
+    "`_measure` in one pass that writes the result in place."
+    sums = _finite_sums if device == "cpu" else _fused_sums
+
+    def kernel(x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Tensor, factor: Tensor, places: Tensor) -> tuple:
+        layout = _Layout(factor, *places.unbind()) if codes else None
+        y, bins, found = _measure(x, scale, inverse, Q._Grid(*numbers.unbind()), how, None, unit_in_first_place, sums, layout)
+        out.copy_(y)
+        return bins, found
 
     own = FunctionType(kernel.__code__.replace(co_name=f"measure_{how.rounding}"), kernel.__globals__, closure=kernel.__closure__)
     return torch.compile(own, fullgraph=True, dynamic=True, options=Q._STRICT[device])
 
+def _is_finite(found: Tensor, scale: Tensor | None, largest: float) -> bool:
+    "Whether `_finite_sums` are right, of quotients that stay below `largest`; always on a device that must not wait."
+    if found.device.type != "cpu": return True
+    return bool(found.isfinite().all() and (scale is None or (found[6] / scale < largest).all()))
+
 # %% ../nbs/01b_statistics.ipynb #29701c36
 PIECE = 1 << 20  # elements a compiled kernel takes at a time
 
-def _pieces(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, words: tuple | None, codes: bool):
-    "Yields slices of the first dimension and what `_measure` says of each."
+def _pieces(x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, words: tuple | None, fmt: FP8Format | None):
+    "Writes the result to `out`; yields the bins if a format is given and the sums, piece by piece of the first dimension."
     compiled = words is None and Q._worth_compiling(x)
     row = x.numel() // len(x)
     step = len(x) if x.device.type != "cpu" else max(1, (PIECE if compiled else Q.CHUNK) // row)
     numbers = Q._numbers(g, how.wide or x.dtype == torch.float64, x.device) if compiled else None
+    largest = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).max / 2
+    layout, tensors = (None, _layout(get_format("E4M3"), x.device)[1]) if fmt is None else _layout(fmt, x.device)
     for a in range(0, len(x), step):
-        part, b = x[a : a + step], min(a + step, len(x))
+        part, into, b = x[a : a + step], out[a : a + step], min(a + step, len(x))
         s = scale[a:b] if scale is not None and scale.dim() else scale
+        if compiled:
+            found = Q._attempt(lambda: _compiled(how, x.device.type, fmt is not None)(part, into, s, inverse, numbers, *tensors))  # noqa: B023
+            if found is not None and _is_finite(found[1], s, largest):
+                yield found
+                continue
         coin = None if words is None else Q._draw_range(a * row, b * row, words, how.random_bits, x.device).view(part.shape)
-        if compiled and (found := Q._attempt(lambda: _compiled(how, x.device.type, codes)(part, s, inverse, numbers))) is not None: yield slice(a, b), found  # noqa: B023
-        else: yield slice(a, b), _measure(part, s, inverse, g, how, coin, Q._first_bits, codes)
+        y, bins, found = _measure(part, s, inverse, g, how, coin, Q._first_bits, _sums, layout)
+        into.copy_(y)
+        yield bins, found
 
 # %% ../nbs/01b_statistics.ipynb #bd7bb4e6
 @torch.no_grad()
@@ -204,13 +242,10 @@ def _collect(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid
     bins = None if fmt is None else torch.zeros(2 * fmt.magnitudes + 2, dtype=torch.int64, device=x.device)
     if not x.numel(): return out, total, amax, bins
     flat, scale, _ = Q._flat(x.contiguous(), scale, None)
-    into = out.view(flat.shape)
-    for place, (y, q, *sums, top) in _pieces(flat, scale, inverse, g, how, None if key is None else Q._words(key), fmt is not None):
-        into[place] = y
-        total += torch.stack(sums)
-        amax = torch.maximum(amax, top)
-        if fmt is not None:
-            for some in q.view(-1).split(Q.CHUNK): bins += _count_bins(_bins(some, fmt), len(bins))
+    for codes, found in _pieces(flat, out.view(flat.shape), scale, inverse, g, how, None if key is None else Q._words(key), fmt):
+        total += found[:6]
+        amax = torch.maximum(amax, found[6])
+        if fmt is not None: bins += _count_bins(codes, len(bins))
     return out, total, amax, bins
 
 def _histogram(bins: Tensor, nan: Tensor, fmt: FP8Format) -> Tensor:
