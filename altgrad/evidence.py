@@ -7,8 +7,8 @@ __all__ = ['POWERS', 'Weights', 'SMALLEST', 'read_ledger', 'arm_of', 'Study', 'i
            'progress_table', 'slope', 'minus', 'slope_over_fp32', 'gain', 'gain_over_fp32', 'contrast', 'bootstrap',
            't_tail', 't_quantile', 'Variance', 'mean_variance', 'Effect', 'effect', 'holm', 'judge', 'equivalent',
            'Verdict', 'positive', 'negative', 'below', 'all_equivalent', 'same_weights', 'trains', 'effect_text',
-           'candidates', 'best_rule', 'rule_text', 'slopes_on_tuning', 'Prediction', 'leave_one_out', 'metric',
-           'plot_parallel']
+           'candidates', 'best_rule', 'rule_text', 'slopes_on_tuning', 'Prediction', 'leave_one_out', 'Cost', 'costs',
+           'predict_costs', 'metric', 'plot_parallel']
 
 # %% ../nbs/14d_evidence.ipynb #ae7e7545
 import math
@@ -499,6 +499,32 @@ def leave_one_out(
         chosen.append(best), plain.append(y[k].mean())
     wrong = lambda guess: ((y - np.array(guess)) ** 2).sum()
     return Prediction(np.array(predicted), chosen, float(1 - wrong(predicted) / wrong(plain)))
+
+# %% ../nbs/14d_evidence.ipynb #e49324a9
+class Cost(NamedTuple):
+    "What rounding costs one arm at one learning rate."
+    format: str
+    power: float
+    lr: float
+    excess: float  # loss minus the loss of the same run in FP32, nats
+    noise: float  # power of the rounding noise of a step over that of the weights
+    runs: int
+
+def costs(study: Study, storage: str, rule: str = "stiffness_adamw") -> list[Cost]:
+    "All runs that have a twin in FP32, averaged by format, power and rate; without diverged runs, whose loss is a stand-in."
+    groups = defaultdict(list)
+    for arm, row in study.rows.items():
+        twin = study.rows.get(replace(arm, storage="fp32"))
+        if (arm.storage, arm.rule, arm.placement) != (storage, rule, "update") or twin is None or is_frozen(row) or is_frozen(twin): continue
+        groups[arm.format, arm.power, arm.lr].append((row["val_loss"] - twin["val_loss"], row["noise_rms"] ** 2))
+    return [Cost(*key, *np.mean(found, axis=0).tolist(), len(found)) for key, found in sorted(groups.items())]
+
+def predict_costs(
+    points: list[Cost],
+) -> np.ndarray:  # predicted excess, NaN where no other format has the rate
+    "Excess = k(lr) x noise, with k by least relative error over the other formats."
+    k = lambda p: [math.log(q.excess / q.noise) for q in points if q.lr == p.lr and q.format != p.format and q.excess > 0 and q.noise > 0]
+    return np.array([p.noise * math.exp(np.mean(found)) if (found := k(p)) else math.nan for p in points])
 
 # %% ../nbs/14d_evidence.ipynb #cdb17a2f
 def metric(
