@@ -8,7 +8,7 @@ __all__ = ['POWERS', 'Weights', 'SMALLEST', 'read_ledger', 'arm_of', 'Study', 'i
            't_tail', 't_quantile', 'Variance', 'mean_variance', 'Effect', 'effect', 'holm', 'judge', 'equivalent',
            'Verdict', 'positive', 'negative', 'below', 'all_equivalent', 'same_weights', 'trains', 'effect_text',
            'candidates', 'best_rule', 'rule_text', 'slopes_on_tuning', 'Prediction', 'leave_one_out', 'Cost', 'costs',
-           'predict_costs', 'metric', 'plot_parallel']
+           'predict_costs', 'course', 'training_gap', 'metric', 'plot_parallel']
 
 # %% ../nbs/14d_evidence.ipynb #ae7e7545
 import math
@@ -197,15 +197,14 @@ def gain_over_fp32(study: Study, cell: Arm) -> Weights:
     "B of the protocol: the gain under the cell's storage minus the gain in FP32."
     return minus(gain(study, cell), gain(study, replace(cell, storage="fp32")))
 
-# %% ../nbs/14d_evidence.ipynb #fee5f719
+# %% ../nbs/14d_evidence.ipynb #cc349a47
 def contrast(
     study: Study,
     weights: Weights,
 ) -> np.ndarray:  # [checkpoints, complete seeds, pieces]; no seed where an arm is missing
     "The weighted sum of arms, pair by pair and piece by piece."
     shape = len(study.checkpoints), len(study.seeds), 1
-    used = {cell: w for cell, w in weights.items() if w}
-    total = sum((w * study.cubes.get(cell, np.full(shape, np.nan)) for cell, w in used.items()), np.zeros(shape))
+    total = sum((w * study.cubes.get(cell, np.full(shape, np.nan)) for cell, w in weights.items()), np.zeros(shape))
     return total[:, ~np.isnan(total).any(axis=(0, 2))]
 
 # %% ../nbs/14d_evidence.ipynb #d918a6ef
@@ -500,7 +499,7 @@ def leave_one_out(
     wrong = lambda guess: ((y - np.array(guess)) ** 2).sum()
     return Prediction(np.array(predicted), chosen, float(1 - wrong(predicted) / wrong(plain)))
 
-# %% ../nbs/14d_evidence.ipynb #e49324a9
+# %% ../nbs/14d_evidence.ipynb #8da22ff6
 class Cost(NamedTuple):
     "What rounding costs one arm at one learning rate."
     format: str
@@ -521,10 +520,39 @@ def costs(study: Study, storage: str, rule: str = "stiffness_adamw") -> list[Cos
 
 def predict_costs(
     points: list[Cost],
-) -> np.ndarray:  # predicted excess, NaN where no other format has the rate
-    "Excess = k(lr) x noise, with k by least relative error over the other formats."
-    k = lambda p: [math.log(q.excess / q.noise) for q in points if q.lr == p.lr and q.format != p.format and q.excess > 0 and q.noise > 0]
+    same: tuple[str, ...] = ("lr",),  # fields of `Cost` on which the constant may depend
+) -> np.ndarray:  # predicted excess, NaN where no other format has the same
+    "Excess = k x noise, with k by least relative error over the other formats."
+    key = lambda p: tuple(getattr(p, name) for name in same)
+    k = lambda p: [math.log(q.excess / q.noise) for q in points if key(q) == key(p) and q.format != p.format and q.excess > 0 and q.noise > 0]
     return np.array([p.noise * math.exp(np.mean(found)) if (found := k(p)) else math.nan for p in points])
+
+# %% ../nbs/14d_evidence.ipynb #e281ef2a
+def _padded(series: list[list[float]]) -> np.ndarray:
+    "Rows of one length; NaN where a run ended early."
+    out = np.full((len(series), max(map(len, series), default=0)), np.nan)
+    for i, values in enumerate(series): out[i, : len(values)] = values
+    return out
+
+def course(
+    study: Study,
+    cell: Arm,
+    key: str,  # a metric of `explain_step`
+) -> np.ndarray:  # [measured updates], mean over runs; empty where there is none
+    "A metric in the course of a cell's confirmation runs."
+    found = _padded([row["course"].get(key, []) for row in study.runs(cell) if row.get("course")])
+    return np.nanmean(found, axis=0) if found.size else np.array([])
+
+def training_gap(
+    study: Study,
+    cell: Arm,
+    other: Arm,  # e.g. AdamW in FP32
+) -> np.ndarray:  # [windows of 10 updates], mean over pairs that both have; empty where there is none
+    "Training loss of a cell minus another's on the same batches."
+    by_pair = lambda c: {(r["checkpoint"], r["seed"]): r["curve"] for r in study.runs(c) if r.get("curve")}
+    a, b = by_pair(cell), by_pair(other)
+    found = _padded([[x - y for x, y in zip(a[key], b[key])] for key in a if key in b])
+    return np.nanmean(found, axis=0) if found.size else np.array([])
 
 # %% ../nbs/14d_evidence.ipynb #cdb17a2f
 def metric(
