@@ -29,27 +29,31 @@ def truth(fmt: str, storage: str) -> float:
 
 def invented(job, matrix) -> dict:
     "A row that looks like a run: a parabola in the rate, the storage's slope, and noise of the run's own."
-    a, rng = job.arm, np.random.default_rng(zlib.crc32(f"{job.arm.seed} {job.arm.checkpoint}".encode()))
+    a, chance = job.arm, lambda what: np.random.default_rng(zlib.crc32(f"{what}".encode())).normal()
     middle = next(m for cell, m in matrix.cells if (cell.rule, cell.placement, cell.format) == (a.rule, a.placement, a.format))
     off = 2 * math.log2(a.lr / middle)
     p = 0 if a.placement == "gradient" or a.format in ("E0M7", "E1M6") else a.power
-    common, own = 0.02 * rng.normal(), 2e-4 * np.random.default_rng(zlib.crc32(f"{a}".encode())).normal() * (a.format not in ("E0M7", "E1M6"))
+    common, own = 0.02 * chance((a.seed, a.checkpoint)), 2e-4 * chance(a) * (a.format not in ("E0M7", "E1M6"))
     loss = 1.8 + common + own + 0.003 * off**2 + 0.02 * (p - 0.3) ** 2 + truth(a.format, a.storage) * (1 + p)
     bad = a.format == "E7M0" and a.storage == "grid_nearest" and a.seed % 4 == 1
-    return {**asdict(a), "run": f"{a}", "val_loss": 2.4 if bad else loss, "raw_loss": 9.0 if bad else loss, "frozen_loss": 2.4, "start_loss": 2.5, "diverged": bad, "error": None,
-            "val_chunks": (loss + 0.1 * np.sin(np.arange(32))).tolist(), "curve": [loss + 0.5 / (1 + i) for i in range(20)],
-            "course": {k: [0.01 * (i + 1) + truth(a.format, a.storage) for i in range(10)] for k in METRICS}, **{k: 0.01 + truth(a.format, a.storage) * (1.2 + p) for k in METRICS},
-            "noise": 1.0, "codes": 100.0, "code_entropy": 6.0, "zeros": 0.0, "doublings": 0.1, "sign_changed": 0.1, "travel": 0.3, "steps": 200, "weights_sha": f"{a.format}{p}",
-            "checkpoint_sha": a.checkpoint, "corpus_sha": a.corpus, "instrument": VERSION, "machine": "m", "versions": "v", "stage": job.stage, "lr_edge": job.lr_edge,
-            "tier": matrix.tier, "matrix": matrix.name, "protocol": "0" * 40}
+    size = truth(a.format, a.storage)
+    end = dict(zip(("noise", "codes", "code_entropy", "zeros", "doublings", "sign_changed", "travel"), (1.0, 100.0, 6.0, 0.0, 0.1, 0.1, 0.3)))
+    numbers = {**{k: 0.01 + size * (1.2 + p) for k in METRICS}, **end}
+    course = {k: [0.01 * (i + 1) + size for i in range(10)] for k in METRICS}
+    losses = {"val_loss": 2.4 if bad else loss, "raw_loss": 9.0 if bad else loss, "frozen_loss": 2.4, "start_loss": 2.5, "diverged": bad, "error": None,
+              "val_chunks": (loss + 0.1 * np.sin(np.arange(32))).tolist(), "curve": [loss + 0.5 / (1 + i) for i in range(20)], "course": course, "steps": 200}
+    one = "null" if a.format in ("E0M7", "E1M6") else f"{a.format}{p}"
+    facts = {"weights_sha": one, "checkpoint_sha": a.checkpoint, "corpus_sha": a.corpus, "instrument": VERSION, "machine": "m", "versions": "v"}
+    return {**asdict(a), "run": f"{a}", **numbers, **losses, **facts, "stage": job.stage, "lr_edge": job.lr_edge, "tier": matrix.tier, "matrix": matrix.name, "protocol": "0"}
 
 
 def ledger(matrices) -> list[dict]:
     "All rows that these matrices ask for."
     rows = {}
+    known = lambda arm: rows[arm]["val_loss"] if arm in rows else None
     for m in matrices:
-        while (todo := plan(m, lambda arm: rows[arm]["val_loss"] if arm in rows else None)).stage != "done": rows |= {job.arm: invented(job, m) for job in todo.jobs}
-    return [{**r, "weights_sha": "null" if r["format"] in ("E0M7", "E1M6") else r["weights_sha"]} for r in rows.values()]
+        while (todo := plan(m, known)).stage != "done": rows.update({job.arm: invented(job, m) for job in todo.jobs})
+    return list(rows.values())
 
 
 @pytest.fixture(scope="module")
