@@ -44,7 +44,8 @@ def invented(job, matrix) -> dict:
               "val_chunks": (loss + 0.1 * np.sin(np.arange(32))).tolist(), "curve": [loss + 0.5 / (1 + i) for i in range(20)], "course": course, "steps": 200}
     one = "null" if a.format in ("E0M7", "E1M6") else f"{a.format}{p}"
     facts = {"weights_sha": one, "checkpoint_sha": a.checkpoint, "corpus_sha": a.corpus, "instrument": VERSION, "machine": "m", "versions": "v"}
-    return {**asdict(a), "run": f"{a}", **numbers, **losses, **facts, "stage": job.stage, "lr_edge": job.lr_edge, "tier": matrix.tier, "matrix": matrix.name, "protocol": "0"}
+    return {**asdict(a), "run": f"{a}", **numbers, **losses, **facts, "stage": job.stage, "lr_edge": job.lr_edge, "tier": matrix.tier,
+            "matrix": matrix.name, "protocol": "0"}
 
 
 def ledger(matrices) -> list[dict]:
