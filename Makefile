@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 ISOLATED := env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME -u XDG_DATA_HOME HOME="$(CURDIR)/.venv/home" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test verify bench lab export notebooks readme docs quarto
+.PHONY: help demo test verify bench evidence lab export notebooks readme docs quarto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,11 @@ verify: $(INSTALLED) ## quantize all 2^32 float32 patterns in every 8-bit and OC
 
 bench: $(INSTALLED) ## time the code against other libraries; libraries in folders of their own: make bench PEERS=FOLDER
 	@for script in .ci/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+# Nothing is trained: the pages read nbs/results/ledger (.ci/ledger.py writes it from a sweep's own ledger).
+EVIDENCE := the_answer failure_atlas dashboard
+evidence: $(INSTALLED) ## rebuild every table and figure of the central study from the stored ledger (a minute)
+	@$(ISOLATED) $(BIN)/python .ci/notebooks.py execute $(EVIDENCE:%=nbs/studies/%.ipynb)
 
 lab: $(INSTALLED) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab nbs
