@@ -35,7 +35,7 @@ bench: $(INSTALLED) ## time the code against other libraries; libraries in folde
 	@for script in .ci/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 # Nothing is trained: the pages read nbs/results/ledger (.ci/ledger.py writes it from a sweep's own ledger).
-EVIDENCE := the_answer failure_atlas dashboard
+EVIDENCE := the_answer failure_atlas dashboard better_rule
 evidence: $(INSTALLED) ## rebuild every table and figure of the central study from the stored ledger (a minute)
 	@$(ISOLATED) $(BIN)/python .ci/notebooks.py execute $(EVIDENCE:%=nbs/studies/%.ipynb)
 

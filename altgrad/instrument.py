@@ -30,7 +30,7 @@ from .model import GPT, GPTConfig, loss_of
 from .optim import PLACEMENTS, GridSGD, Madam, RiemannianAdamW, StiffnessAdamW
 from .quantize import fake_quantize
 from .scaling import compute_scale
-from .storage import make_grid_tensor, pack
+from .storage import RESIDUAL_BITS, make_grid_tensor, pack
 from .surgery import quantize_model
 
 # %% ../nbs/14b_instrument.ipynb #40eda0e8
@@ -151,7 +151,7 @@ def piece_losses(
     return torch.cat(losses).double().view(chunks, -1).mean(1).tolist()
 
 # %% ../nbs/14b_instrument.ipynb #905095ad
-STORAGES = ("fp32", "master", "grid_nearest", "grid_stochastic")
+STORAGES = ("fp32", "master", "grid_nearest", "grid_stochastic", *RESIDUAL_BITS)
 RULES = ("adamw", "stiffness_adamw", "riemannian_adamw", "madam", "grid_sgd")
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def explain_step(
 # %% ../nbs/14b_instrument.ipynb #f8d1ca02
 def _watched_update(weights: Weights, rule: torch.optim.Optimizer) -> dict[str, float]:
     "One step, and its explanation averaged over the tensors by size."
-    old = [p.detach().clone() for p in weights.used]
+    old = [p.detach().latent() if weights.on_grid else p.detach().clone() for p in weights.stored]
     with _proposals() as seen: weights.update(rule)
     new = seen if weights.on_grid else [p.detach() for p in weights.used]
     rows = [explain_step(*job, weights.fmt) for job in zip(old, new, [p.detach() for p in weights.used], weights.scales())]

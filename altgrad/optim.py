@@ -145,7 +145,7 @@ def _update(optimizer: GeometryOptimizer, group: dict[str, Any], p: Tensor, grid
     "Moves one parameter and stores it."
     if p.grad.is_sparse: raise InputError("update rules take dense gradients, not sparse ones")
     state, on_grid = optimizer.state[p], isinstance(p, GridTensor)
-    w = (p.dequantize() if on_grid else p.detach()).reshape(-1)
+    w = (p.latent() if on_grid else p.detach()).reshape(-1)
     for name in optimizer.moments(group):
         if name not in state: state[name] = torch.zeros(p.shape, dtype=w.dtype, device=w.device)
     state["step"] = state.get("step", 0) + 1
