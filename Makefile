@@ -38,6 +38,9 @@ bench: $(INSTALLED) ## time the code against other libraries; libraries in folde
 EVIDENCE := the_answer failure_atlas dashboard better_rule
 evidence: $(INSTALLED) ## rebuild every table and figure of the central study from the stored ledger (a minute)
 	@$(ISOLATED) $(BIN)/python .ci/notebooks.py execute $(EVIDENCE:%=nbs/studies/%.ipynb)
+	@$(BIN)/python .ci/answer.py
+	@$(ISOLATED) $(BIN)/python .ci/notebooks.py execute nbs/index.ipynb
+	@$(BIN)/python .ci/notebooks.py readme
 
 lab: $(INSTALLED) ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab nbs

@@ -1,4 +1,6 @@
 """Stored results: each says where it comes from, and the claims that the pages make of them hold."""
+import base64
+import json
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,9 @@ def test_the_demo_learnt_more_than_pairs_of_bytes():
     assert result.baseline["config"]["name"] == "bf16_baseline"
     assert result.baseline["record"]["results"]["val_loss"] < result.bigram_entropy < result.unigram_entropy
     assert [arm["config"]["format"] for arm in result.arms] == ["bfloat16", "E5M2", "E3M4", "E7M0"]
+
+
+def test_the_figure_at_the_top_is_the_one_of_the_answer():
+    cells = json.loads((NBS / "studies/the_answer.ipynb").read_text(encoding="utf-8"))["cells"]
+    figures = [o["data"]["image/png"] for c in cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert base64.b64decode(figures[0]) == (NBS / "images/the_answer.png").read_bytes(), "run `make evidence`"
