@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# %% ../nbs/16_cli.ipynb #ab2ba142
+# %% ../nbs/16_cli.ipynb #7556a61f
 _EPILOG = """\
 configs
   A CONFIG is the path of a YAML file, or the name of a packaged config: bf16_baseline,
@@ -42,6 +42,8 @@ what a run leaves behind
   <out>/<name>/config.yaml     every setting
   <out>/<name>/metrics.jsonl   one line a step
   <out>/<name>/run.json        seed, corpus hash, versions, machine, commit, results, why it ended
+  <out>/<name>/checkpoints/    the best on validation, the last two, and those of anomalies
+  <out>/<name>/wandb/          the same metrics for `wandb sync --append`; --wandb off writes none
   The same command again goes on where an interrupted run stopped, and re-uses a finished one.
 
 exit codes: 0 done, 1 a run ended early, 2 something in the request is wrong, 130 interrupted
@@ -75,7 +77,7 @@ def _add_sweep(commands: Any) -> None:
                        help="the text that a label stands for, e.g. eurlex=path:laws.txt; may be repeated")
         p.add_argument("--checkpoints", default="runs/checkpoints", metavar="DIR", help="folder of the checkpoints (default: runs/checkpoints)")
 
-# %% ../nbs/16_cli.ipynb #135d9b02
+# %% ../nbs/16_cli.ipynb #90aac92c
 def make_parser() -> argparse.ArgumentParser:
     "The parser of the `altgrad` command."
     plain = argparse.RawDescriptionHelpFormatter
@@ -87,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
         p.add_argument("config", metavar="CONFIG", nargs="+" if many else None, help="a YAML file, or the name of a packaged config")
         p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append", type=_setting, default=[], help="change a setting; may be repeated")
         p.add_argument("--out", default="runs", metavar="DIR", help="folder that gets one folder a run (default: runs)")
+        p.add_argument("--wandb", choices=("offline", "online", "off"), default="offline", help="mirror of the metrics (default: offline)")
         p.add_argument("--json", action="store_true", help="print JSON instead of tables, and no progress")
     _add_sweep(commands)
     p = commands.add_parser("formats", help="list the formats, or show one", description="List the formats, or show one.")
@@ -139,14 +142,14 @@ def _list_formats() -> None:
         table.add_row(*("-" if v is None else v if isinstance(v, str) else exact_text(v) for v in cells), end_section=name == EIGHT_BIT[-1])
     Console().print(table)
 
-# %% ../nbs/16_cli.ipynb #b61100d5
+# %% ../nbs/16_cli.ipynb #fee40909
 def _train(args: argparse.Namespace) -> int:
     "`altgrad train CONFIG`"
     from altgrad.experiment import find_config
     from altgrad.report import number_text
     from altgrad.trainer import Trainer, succeeded
 
-    trainer = Trainer(find_config(args.config, dict(args.changes)), args.out)
+    trainer = Trainer(find_config(args.config, dict(args.changes)), args.out, mirror=args.wandb)
     _announce(args, [trainer])
     record = trainer.run(progress=not args.json)
     if args.json: print(json.dumps(record))
@@ -164,9 +167,9 @@ def _announce(args: argparse.Namespace, trainers: list) -> None:
         reason = t.folder.record().get("exit_reason")
         if not reason: continue
         say(f"{t.config.name}: {reason} before, " + ("re-used" if is_finished(t.folder.record()) else "going on"
-            if t.folder.checkpoint_file.is_file() else "beginning again (there was no checkpoint yet)"))
+            if t.folder.checkpoints.entries() else "beginning again (there was no checkpoint yet)"))
 
-# %% ../nbs/16_cli.ipynb #fe923652
+# %% ../nbs/16_cli.ipynb #02f36443
 def _compare(args: argparse.Namespace) -> int:
     "`altgrad compare CONFIG...`"
     import matplotlib
@@ -178,8 +181,12 @@ def _compare(args: argparse.Namespace) -> int:
     from altgrad.report import comparison_table, notes, plot_comparison, save_figure
     from altgrad.trainer import succeeded
 
+    def announce(trainers):
+        for t in trainers: t.mirror = args.wandb
+        _announce(args, trainers)
+
     configs = [find_config(spec, dict(args.changes)) for spec in args.config]
-    result = compare(configs, args.out, not args.json, announce=lambda trainers: _announce(args, trainers))
+    result = compare(configs, args.out, not args.json, announce=announce)
     figure = Path(args.out) / "comparison.png"
     save_figure(plot_comparison(result), figure)
     facts = {"figure": str(figure), "folder": str(args.out), "unigram_entropy": result.unigram_entropy, "bigram_entropy": result.bigram_entropy}
@@ -222,7 +229,7 @@ def _replay(args: argparse.Namespace) -> int:
     print(text)
     return 0 if agrees else 1
 
-# %% ../nbs/16_cli.ipynb #d0b7ce84
+# %% ../nbs/16_cli.ipynb #0590eb38
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 def _interrupt(*_):
@@ -231,13 +238,15 @@ def _interrupt(*_):
     raise KeyboardInterrupt
 
 def _run(args: argparse.Namespace) -> int:
-    "Runs the command; one line and exit code 2 where the request is wrong."
+    "Runs the command; one line and exit code 2 where the request is wrong, 1 where the disk is full."
+    from altgrad.checkpoint import WriteError
     from altgrad.formats import InputError
 
     try: return {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay}[args.command](args)
     except InputError as e:
-        print(f"altgrad: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
+        early = isinstance(e, WriteError)
+        print(f"altgrad: {' '.join(str(e).split())}" + "; the same command goes on from the last checkpoint" * early, file=sys.stderr)
+        return 1 if early else 2
 
 # %% ../nbs/16_cli.ipynb #5fbb76db
 def main(

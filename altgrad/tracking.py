@@ -329,7 +329,7 @@ def _mirror_row(run: Any, row: dict[str, Any]) -> None:
         where = " ".join(str(event[key]) for key in ("kind", "layer", "metric") if event.get(key))
         run.alert(title=where, text=f"step {row['step']}: {event.get('text') or event.get('value')}", level="WARN")
 
-# %% ../nbs/12_tracking.ipynb #05977477
+# %% ../nbs/12_tracking.ipynb #962cf976
 class Mirror:
     "Copies a run's rows to wandb from a thread of its own; never raises, never waits for more than `patience` seconds, and says once what went wrong."
     def __init__(
@@ -340,7 +340,7 @@ class Mirror:
     ):
         if mode not in MIRRORS: raise unknown("wandb mode", mode, MIRRORS)
         self.folder, self.mode, self.patience, self.said, self.rows = folder, mode, patience, "", queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self.thread = threading.Thread(target=self._work, args=(folder.metrics() if mode != "off" else [],), name="wandb", daemon=True)
         if mode != "off": self.thread.start()
 
     def log(self, row: dict[str, Any]) -> None:
@@ -352,9 +352,12 @@ class Mirror:
         if not self.said: print(f"wandb: {text}", file=sys.stderr, flush=True)
         self.said = self.said or text
 
-    def _work(self) -> None:
+    def _work(self, before: list[dict[str, Any]]) -> None:
         try:
+            there = {step for part in read_wandb(self.folder.path) for step in part["rows"]} if before else set()
             run = _open_wandb(self)
+            for row in before:
+                if row["step"] not in there: _mirror_row(run, row)
             while (row := self.rows.get()) is not None: _mirror_row(run, row)
             run.finish()
         except ImportError: self.say("not installed, so there is no mirror; all metrics are in metrics.jsonl")
@@ -367,7 +370,7 @@ class Mirror:
         if self.thread.is_alive(): self.thread.join(self.patience if kind is None else min(5.0, self.patience))
         if self.thread.is_alive(): self.say(f"not done after {self.patience:g} s; the mirror may lack the last steps, metrics.jsonl has all")
 
-# %% ../nbs/12_tracking.ipynb #5cdab0d4
+# %% ../nbs/12_tracking.ipynb #18e631f9
 def _wandb_pieces(data: bytes) -> Iterator[bytes]:
     "The records of a .wandb file, as far as they are whole."
     record, at = b"", 7
@@ -386,7 +389,7 @@ def read_wandb(
     from wandb.proto import wandb_internal_pb2 as pb
 
     parts = []
-    for path in sorted(Path(folder).glob("wandb/offline-run-*/*.wandb")):
+    for path in sorted(Path(folder).glob("wandb/*run-2*/*.wandb")):
         part = {"id": "", "name": "", "config": {}, "rows": {}, "alerts": []}
         for record in map(pb.Record.FromString, _wandb_pieces(path.read_bytes())):
             if record.HasField("run"): part |= {"id": record.run.run_id, "name": record.run.display_name,
@@ -394,5 +397,5 @@ def read_wandb(
             if record.HasField("history"): part["rows"][record.history.step.num] = {
                 (i.key or i.nested_key[0]): json.loads(i.value_json) for i in record.history.item}
             if record.HasField("alert"): part["alerts"].append((record.alert.title, record.alert.text))
-        parts.append(part)
+        if part["id"]: parts.append(part)  # else it was killed before it had begun
     return parts
