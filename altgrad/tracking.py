@@ -6,7 +6,7 @@
 __all__ = ['MIRRORS', 'json_line', 'versions', 'machine', 'git_commit', 'StoredRun', 'RunFolder', 'read_jsonl', 'MetricsLog',
            'read_series', 'LossWatch', 'Mirror', 'read_wandb']
 
-# %% ../nbs/12_tracking.ipynb #0085c48a
+# %% ../nbs/12_tracking.ipynb #ad69ba87
 import importlib.metadata
 import importlib.util
 import json
@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -370,17 +370,21 @@ class Mirror:
         if self.thread.is_alive(): self.thread.join(self.patience if kind is None else min(5.0, self.patience))
         if self.thread.is_alive(): self.say(f"not done after {self.patience:g} s; the mirror may lack the last steps, metrics.jsonl has all")
 
-# %% ../nbs/12_tracking.ipynb #18e631f9
+# %% ../nbs/12_tracking.ipynb #c19dfe95
 def _wandb_pieces(data: bytes) -> Iterator[bytes]:
     "The records of a .wandb file, as far as they are whole."
     record, at = b"", 7
     while at + 7 <= len(data):
         rest = 32768 - at % 32768
         _, length, kind = struct.unpack_from("<IHB", data, at)
-        if rest < 7 or kind == 0: at += rest; continue
+        if rest < 7 or kind == 0:
+            at += rest
+            continue
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4) and at <= len(data): yield record; record = b""
+        if kind in (1, 4) and at <= len(data):
+            yield record
+            record = b""
 
 def read_wandb(
     folder: Path | str,  # a run's folder
