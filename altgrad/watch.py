@@ -6,12 +6,12 @@
 __all__ = ['LIMITS', 'value', 'Metric', 'parse_metric', 'limits_of', 'worst', 'Tail', 'state_of', 'sparkline', 'render_run',
            'render_ledger', 'pages', 'watch', 'plot_run']
 
-# %% ../nbs/15b_watch.ipynb #380b1c53
+# %% ../nbs/15b_watch.ipynb #c677d334
 import json
 import math
 import time
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -254,7 +254,20 @@ def _layer_quantities(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     several = {q: names for q, names in found.items() if len(names) > 1}
     return dict(sorted(several.items(), key=lambda item: first.index(item[0]) if item[0] in first else len(first)))
 
-# %% ../nbs/15b_watch.ipynb #74c0165d
+# %% ../nbs/15b_watch.ipynb #f72edd97
+def _panels(run: StoredRun, rows: list[dict[str, Any]], color: str) -> list[Callable]:
+    "A function of figure and axes for each panel that has something to show."
+    has = lambda *keys: any((value(r, k) if k in _SAME else r.get(k)) is not None for r in rows for k in keys)
+    rates = [k for k in ("overflow_rate", "underflow_rate", "bit_stall_rate") if has(k)]
+    curves = [(["grad_norm"], "gradient norm", {"color": "C0"}), (rates, "rates over all weights", {}), (["lr"], "learning rate", {"color": "0.3"}),
+              (["tokens_per_s"], "tokens/s", {"color": "0.3"})]
+    panels = [lambda fig, ax: _loss_panel(ax, rows, color)]
+    panels += [lambda fig, ax, c=c: _curve(ax, rows, *c[:2], **c[2]) for c in curves if has(*c[0])]
+    if run.series_folder.is_dir() or run.record().get("bit_histogram"): panels.append(lambda fig, ax: _code_panel(fig, ax, run, color))
+    heats = list(_layer_quantities(rows).items())[:6]
+    return panels + [lambda fig, ax, h=h: _heat_panel(fig, ax, rows, h[1], h[0].replace("_", " ")) for h in heats]
+
+# %% ../nbs/15b_watch.ipynb #435f50b6
 def plot_run(
     run_dir: Path | str,  # a run's folder; the run may go on
 ):  # the matplotlib figure
@@ -264,17 +277,10 @@ def plot_run(
     run = StoredRun(run_dir)
     config, rows = run.stored_config() or {}, Tail(run.metrics_file).read()
     if not rows: raise InputError(f"{run.path} has no step to plot")
-    color, heats = COLORS.get(config.get("format") or "none", "black"), list(_layer_quantities(rows).items())[:6]
-    rates = [k for k in ("overflow_rate", "underflow_rate", "bit_stall_rate") if any(r.get(k) is not None for r in rows)]
-    fig, axes = plt.subplots(2 + -(-len(heats) // 3), 3, figsize=(11, 4.6 + 2.3 * -(-len(heats) // 3)), layout="constrained")
-    panels = iter(axes.flat)
-    _loss_panel(next(panels), rows, color)
-    _curve(next(panels), rows, ["grad_norm"], "gradient norm", color="C0")
-    _curve(next(panels), rows, rates, "rates over all weights")
-    _curve(next(panels), rows, ["lr"], "learning rate", color="0.3")
-    _curve(next(panels), rows, ["tokens_per_s"], "tokens/s", color="0.3")
-    _code_panel(fig, next(panels), run, color)
-    for quantity, names in heats: _heat_panel(fig, next(panels), rows, names, quantity.replace("_", " "))
-    for ax in panels: ax.axis("off")
-    fig.suptitle(f"{config.get('name', run.path.name)}: {config.get('format')} {config.get('storage', '')} {config.get('rule', '')}; {state_of(run)}", fontsize=10)
+    panels = _panels(run, rows, COLORS.get(config.get("format") or "none", "black"))
+    fig, axes = plt.subplots(-(-len(panels) // 3), 3, figsize=(11, 2.4 * -(-len(panels) // 3)), layout="constrained", squeeze=False)
+    for draw, ax in zip(panels, axes.flat): draw(fig, ax)
+    for ax in axes.flat[len(panels) :]: ax.axis("off")
+    facts = " ".join(str(config[k]) for k in ("format", "storage", "rule") if config.get(k))
+    fig.suptitle(f"{config.get('name', run.path.name)}: {facts}; {state_of(run)}", fontsize=10)
     return fig

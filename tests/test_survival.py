@@ -373,3 +373,30 @@ def test_the_mirror_of_a_killed_run_has_every_step(data, tmp_path, monkeypatch):
         for step, row in part["rows"].items():
             assert found.setdefault(step, row["loss"]) == row["loss"] == rows[step]["loss"] and row["_step"] == step
     assert sorted(found) == list(range(1, 31))
+
+
+# its readers
+
+
+def test_watch_follows_a_run_to_its_end(data, tmp_path):
+    from rich.console import Console
+
+    from altgrad.watch import watch
+    process = begin({**SMALL, "name": "seen", "max_steps": 30}, tmp_path, data)
+    while not (tmp_path / "seen/run.json").is_file(): time.sleep(0.01)
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    watch(tmp_path / "seen", console=console, every=0.05)
+    process.join()
+    text = console.file.getvalue()
+    assert process.exitcode == 0 and "step 30 of 30" in text and "finished" in text.split("step 30 of 30")[-2] and "killed" not in text
+
+
+def test_watch_and_autopsy_of_a_killed_run(data, tmp_path, capsys):
+    from altgrad.cli import main
+    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "_update", 8)) == -signal.SIGKILL
+    assert main(["watch", str(tmp_path / "cut"), "--once"]) == 0
+    assert "killed (its record says running" in capsys.readouterr().out
+    assert main(["autopsy", str(tmp_path / "cut")]) == 0
+    said = capsys.readouterr().out
+    assert "killed" in said and "7 of 9 steps" in said and (tmp_path / "cut/autopsy.png").read_bytes()[:4] == b"\x89PNG"
+    assert live({**SMALL, "name": "cut"}, tmp_path, data) == 0  # and reading it has changed nothing
