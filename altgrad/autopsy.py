@@ -89,14 +89,15 @@ def symptoms(
     if twin and (step := first_lag(losses, twin)): found.append(Finding(step, "lag", "", f"the loss falls more than {LAG:.0%} behind its twin's"))
     return sorted(found)
 
-# %% ../nbs/15c_autopsy.ipynb #cd067012
+# %% ../nbs/15c_autopsy.ipynb #98717c11
 ADVICE = {  # what -> where it acts, and what to try
     "overflow_rate": ("forward precision", "a format with more exponent bits, a scale with more margin, or a shorter amax history"),
     "underflow_rate": ("forward precision", "a format with more exponent bits or with subnormals, or scales for smaller blocks"),
     "kurtosis": ("forward precision", "scales for smaller blocks, or a clamp on outliers: a few large values use up the range"),
     "bit_stall_rate": ("optimizer update", "stochastic rounding of the stored weights (storage=grid_stochastic), a step measured in ulps "
                        "(rule=riemannian_adamw or grid_sgd), or FP32 master weights (storage=master)"),
-    "nonfinite": ("gradient fidelity", "a lower lr, a longer warm-up, or more range for gradients; checkpoints/anomaly-*.pt has the weights and the last batches"),
+    "nonfinite": ("gradient fidelity", "a lower lr, a longer warm-up, or more range for gradients; "
+                  "checkpoints/anomaly-*.pt has the weights and the last batches"),
     "divergence": ("optimizer update", "a lower lr or a longer warm-up; checkpoints/anomaly-*.pt has the weights and the last batches"),
     "lag": ("unknown", "monitors: nothing that was measured explains it"),
 }

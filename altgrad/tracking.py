@@ -329,7 +329,7 @@ def _mirror_row(run: Any, row: dict[str, Any]) -> None:
         where = " ".join(str(event[key]) for key in ("kind", "layer", "metric") if event.get(key))
         run.alert(title=where, text=f"step {row['step']}: {event.get('text') or event.get('value')}", level="WARN")
 
-# %% ../nbs/12_tracking.ipynb #962cf976
+# %% ../nbs/12_tracking.ipynb #68bad738
 class Mirror:
     "Copies a run's rows to wandb from a thread of its own; never raises, never waits for more than `patience` seconds, and says once what went wrong."
     def __init__(
@@ -348,9 +348,10 @@ class Mirror:
         if self.thread.is_alive(): self.rows.put(row)
 
     def say(self, text: str) -> None:
-        "Says on the error stream what went wrong, the first time."
-        if not self.said: print(f"wandb: {text}", file=sys.stderr, flush=True)
-        self.said = self.said or text
+        "Says on the error stream what went wrong, each thing once."
+        if text in self.said: return
+        print(f"wandb: {text}", file=sys.stderr, flush=True)
+        self.said += f"{'; ' if self.said else ''}{text}"
 
     def _work(self, before: list[dict[str, Any]]) -> None:
         try:

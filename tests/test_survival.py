@@ -364,7 +364,9 @@ def test_the_mirror_of_a_killed_run_has_every_step(data, tmp_path, monkeypatch):
     config = {**SMALL, "name": "cut", "max_steps": 30}
     assert live(config, tmp_path, data, wound=("line", 20), mirror="offline") == -signal.SIGKILL
     assert live(config, tmp_path, data, mirror="offline") == 0
-    run, parts = RunFolder(tmp_path / "cut"), read_wandb(tmp_path / "cut")
+    run, until = RunFolder(tmp_path / "cut"), time.monotonic() + 20
+    while not any(30 in part["rows"] for part in read_wandb(run.path)) and time.monotonic() < until: time.sleep(0.1)  # wandb's process may be behind
+    parts = read_wandb(run.path)
     assert len({part["id"] for part in parts}) == 1 and {part["name"] for part in parts} == {"cut"}
     rows = {r["step"]: r for r in run.metrics()}
     found = {}
