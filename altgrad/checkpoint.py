@@ -199,19 +199,38 @@ def kept(
     best = min(judged, key=lambda e: (e["val_loss"], -e["step"]), default=None)
     return [e for e in entries if e in steps[-KEEP:] or e is best or e in odd[:MAX_ANOMALIES]]
 
-# %% ../nbs/11_checkpoint.ipynb #4a564ee9
-class Checkpoints:
-    "The checkpoints of one run: `step-<n>.pt`, `anomaly-<n>.pt` and manifest.json."
+# %% ../nbs/11_checkpoint.ipynb #60ee81b5
+class _Manifest:
+    "Which checkpoints a folder holds."
     def __init__(self, folder: Path | str): self.folder, self.manifest = Path(folder), Path(folder) / "manifest.json"
 
     def entries(self) -> list[dict[str, Any]]:
-        "The manifest: file, step, sha256, val_loss and anomaly of each; where it is damaged, what the files' names tell."
-        if not self.manifest.is_file(): return _by_name(self.folder)
-        try: return [{k: e[k] for k in ("file", "step", "sha256", "val_loss", "anomaly")} for e in json.loads(self.manifest.read_bytes())]
-        except (ValueError, TypeError, KeyError):
-            _say(f"{self.manifest} is damaged: the checkpoints are taken by their names")
-            return _by_name(self.folder)
+        "The manifest: file, step, sha256, val_loss and anomaly of each; where it is lost or damaged, what the files' names tell."
+        listed = self._listed()
+        return _by_name(self.folder) if listed is None else listed
 
+    def _listed(self) -> list[dict[str, Any]] | None:
+        try: return [{k: e[k] for k in ("file", "step", "sha256", "val_loss", "anomaly")} for e in json.loads(self.manifest.read_bytes())]
+        except (OSError, ValueError, TypeError, KeyError): return None
+
+    def rewind(
+        self,
+        step: int,  # the run goes on from here
+    ) -> None:
+        "Forgets what was saved after a step."
+        if self.folder.is_dir(): self._list([e for e in self.entries() if e["step"] <= step and (self.folder / e["file"]).is_file()])
+
+    def _list(self, entries: list[dict[str, Any]]) -> None:
+        "Writes the manifest, then removes every checkpoint that is not in it."
+        write_atomic(self.manifest, json.dumps(entries, indent=1) + "\n")
+        remove_leftovers(self.folder)
+        listed = {e["file"] for e in entries}
+        for path in self.folder.glob("*.pt"):
+            if path.name not in listed: path.unlink(missing_ok=True)
+
+# %% ../nbs/11_checkpoint.ipynb #17d2e394
+class Checkpoints(_Manifest):
+    "The checkpoints of one run: `step-<n>.pt`, `anomaly-<n>.pt` and manifest.json."
     def save(
         self,
         data: bytes,  # from `pack_state`
@@ -233,40 +252,27 @@ class Checkpoints:
         self,
         at_most: int | float = math.inf,  # steps
     ) -> tuple[dict[str, Any], bytes] | None:  # its entry and its content; None if there is none
-        "The last whole checkpoint; a damaged one is named in one line and put aside."
-        left = [e for e in self.entries() if not e["anomaly"] and e["step"] <= at_most]
+        "The last whole checkpoint; one that is damaged, or later than `at_most`, is named in one line and put aside."
+        if self.manifest.is_file() and self._listed() is None: _say(f"{self.manifest} is damaged: the checkpoints are taken by their names")
+        left = [e for e in self.entries() if not e["anomaly"]]
         while left:
             entry = left.pop()
             path = self.folder / entry["file"]
-            fault, data = _inspect(path, entry["sha256"])
+            late = f"later than step {at_most}, where the metrics end" if entry["step"] > at_most else ""
+            fault, data = (late, b"") if late else _inspect(path, entry["sha256"])
             if not fault: return entry, data
-            _say(f"checkpoint {path} is damaged ({fault}): " + (f"{left[-1]['file']} is used" if left else "the run begins again"))
-            with suppress(OSError): os.replace(path, path.with_suffix(".damaged"))
+            _say(f"checkpoint {path} is {fault}: " + (f"{left[-1]['file']} is next" if left else "the run begins again"))
+            with suppress(OSError): os.replace(path, path.with_suffix(".aside"))
         return None
 
-    def rewind(
-        self,
-        step: int,  # the run goes on from here
-    ) -> None:
-        "Forgets what was saved after a step."
-        if self.folder.is_dir(): self._list([e for e in self.entries() if e["step"] <= step and (self.folder / e["file"]).is_file()])
-
-    def _list(self, entries: list[dict[str, Any]]) -> None:
-        "Writes the manifest, then removes every checkpoint that is not in it."
-        write_atomic(self.manifest, json.dumps(entries, indent=1) + "\n")
-        remove_leftovers(self.folder)
-        listed = {e["file"] for e in entries}
-        for path in self.folder.glob("*.pt"):
-            if path.name not in listed: path.unlink(missing_ok=True)
-
-# %% ../nbs/11_checkpoint.ipynb #faff2b9c
+# %% ../nbs/11_checkpoint.ipynb #033fa1a7
 def _inspect(path: Path, sha256: str | None) -> tuple[str, bytes]:
     "What is wrong with a file ('' if nothing is), and its content."
     try: data = path.read_bytes()
-    except OSError as e: return str(e.strerror), b""
-    if sha256 is not None: return ("" if _sha256(data) == sha256 else "its SHA-256 differs"), data
+    except OSError as e: return f"not readable ({e.strerror})", b""
+    if sha256 is not None: return ("" if _sha256(data) == sha256 else "damaged (its SHA-256 differs)"), data
     try: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception: return "it cannot be read", data
+    except Exception: return "damaged (it cannot be read)", data
     return "", data
 
 def _by_name(folder: Path) -> list[dict[str, Any]]:

@@ -150,9 +150,9 @@ def _wait_for_lock(file: Any, seconds: float = 0.5) -> bool:
 def _in_use(path: Path) -> InputError:
     return InputError(f"{path} is in use: another process writes to this run; wait for it, or choose another --out or name")
 
-# %% ../nbs/12_tracking.ipynb #145d4c96
-class RunFolder(StoredRun):
-    "One run on disk, to be written; that is one process's business."
+# %% ../nbs/12_tracking.ipynb #6f8cd6e5
+class _Locked(StoredRun):
+    "A run's folder that one process can have for itself."
     @contextmanager
     def lock(self) -> Iterator[None]:
         "Makes the folder and keeps other processes out of it; InputError where one is in it."
@@ -165,6 +165,9 @@ class RunFolder(StoredRun):
             remove_leftovers(self.path)
             yield
 
+# %% ../nbs/12_tracking.ipynb #174e665f
+class RunFolder(_Locked):
+    "One run on disk, to be written; that is one process's business."
     def check(self, config: dict) -> bool:
         "Whether this very run is here already; InputError if another one is (naming the first difference), if it is in use, or if none can be."
         _check_place(self.path)
@@ -196,9 +199,11 @@ class RunFolder(StoredRun):
         steps: int,  # at most `whole_steps()`
     ) -> None:
         "Drops the lines after `steps`, which a continued run will write again, and their series."
-        with open(self.metrics_file, "ab") as file:
-            file.truncate([0, *_line_ends(self.metrics_file)][steps])
-            os.fsync(file.fileno())
+        try:
+            with open(self.metrics_file, "ab") as file:
+                file.truncate([0, *_line_ends(self.metrics_file)][steps])
+                os.fsync(file.fileno())
+        except OSError as e: raise WriteError(f"cannot write {self.metrics_file}: {e.strerror}") from None
         for path in self.series_folder.glob("*.parquet"):
             if int(path.stem.partition("-")[2]) > steps: path.unlink()
 

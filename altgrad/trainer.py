@@ -263,7 +263,7 @@ def perplexity(loss: float) -> float:
 class _Stopped(Exception):
     "Ends a run early, with a reason for its record."
 
-# %% ../nbs/13_trainer.ipynb #52c2a743
+# %% ../nbs/13_trainer.ipynb #b5a5ba1b
 class Trainer:
     "Trains one model as its config says; everything that can be wrong with the config is found before anything is written."
     def __init__(
@@ -289,7 +289,7 @@ class Trainer:
         with self.folder.lock():
             try: return self._run(progress)
             except BaseException as e:
-                self._gave_up(e)
+                _gave_up(self, e)
                 raise
 
     def _run(self, progress: bool) -> dict[str, Any]:
@@ -303,10 +303,12 @@ class Trainer:
         _write_record(self, reason, continued_from_step=start, results=results, bit_histogram=bit_histogram(self.model))
         return self.folder.record()
 
-    def _gave_up(self, e: BaseException) -> None:
-        "Says in the record why the run ended before its time."
-        with suppress(InputError):  # a disk that is full is full for the record too
-            if self.folder.config_file.is_file(): _write_record(self, "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {type(e).__name__}: {e}")
+# %% ../nbs/13_trainer.ipynb #b2072497
+def _gave_up(trainer: Trainer, e: BaseException) -> None:
+    "Says in the record why the run ended before its time."
+    with suppress(InputError):  # a disk that is full is full for the record too
+        if trainer.folder.config_file.is_file():
+            _write_record(trainer, "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {type(e).__name__}: {e}")
 
 # %% ../nbs/13_trainer.ipynb #2cd65c72
 def _blemish(results: dict[str, Any]) -> str:

@@ -338,7 +338,7 @@ def test_damage_is_named_and_survived(data, tmp_path, whole):
     content = newest.read_bytes()
     newest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with redirect_stderr(io.StringIO()) as said: assert run.checkpoints.newest()[0]["step"] == 4
-    assert said.getvalue().count("\n") == 1 and "step-00000006.pt is damaged (its SHA-256 differs): step-00000004.pt is used" in said.getvalue()
+    assert said.getvalue().count("\n") == 1 and "step-00000006.pt is damaged (its SHA-256 differs): step-00000004.pt is next" in said.getvalue()
     assert live({**SMALL, "name": "cut"}, tmp_path, data) == 0
     assert_same(tmp_path / "cut", whole())
 
