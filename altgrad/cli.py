@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# %% ../nbs/16_cli.ipynb #ab2ba142
+# %% ../nbs/16_cli.ipynb #5724e35d
 _EPILOG = """\
 configs
   A CONFIG is the path of a YAML file, or the name of a packaged config: bf16_baseline,
@@ -36,12 +36,16 @@ examples
   altgrad train my.yaml --set lr=1e-3 --set seed=7
   altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 e7m0_fp8
   altgrad compare bf16_baseline e4m3_fp8 --set data=path:my.txt --set max_steps=60 --out runs/mine
+  altgrad watch runs/e4m3_fp8                      follow a run, or the ledger of a sweep, while it goes on
+  altgrad autopsy runs/e4m3_fp8                    what went wrong, in order of time; draws it into the run's folder
   altgrad sweep nbs/studies/matrices/tier1.yaml --out runs/ledger --corpus eurlex=path:laws.txt --dry-run
 
 what a run leaves behind
   <out>/<name>/config.yaml     every setting
   <out>/<name>/metrics.jsonl   one line a step
   <out>/<name>/run.json        seed, corpus hash, versions, machine, commit, results, why it ended
+  <out>/<name>/checkpoints/    the best on validation, the last two, and those of anomalies
+  <out>/<name>/wandb/          the same metrics for `wandb sync --append`; --wandb off writes none
   The same command again goes on where an interrupted run stopped, and re-uses a finished one.
 
 exit codes: 0 done, 1 a run ended early, 2 something in the request is wrong, 130 interrupted
@@ -75,7 +79,19 @@ def _add_sweep(commands: Any) -> None:
                        help="the text that a label stands for, e.g. eurlex=path:laws.txt; may be repeated")
         p.add_argument("--checkpoints", default="runs/checkpoints", metavar="DIR", help="folder of the checkpoints (default: runs/checkpoints)")
 
-# %% ../nbs/16_cli.ipynb #135d9b02
+# %% ../nbs/16_cli.ipynb #a15f66cc
+def _add_readers(commands: Any) -> None:
+    "The parsers of `watch` and `autopsy`."
+    words = "follow a run, or a sweep's ledger, in the terminal"
+    p = commands.add_parser("watch", help=words, description=words)
+    p.add_argument("run", metavar="RUN", help="a run's folder, or that of a ledger")
+    p.add_argument("--once", action="store_true", help="show it once, as where the output is no terminal")
+    words = "say what went wrong in a run: what left its range first, where, and how long before the loss showed it"
+    p = commands.add_parser("autopsy", help=words, description=words)
+    p.add_argument("run", metavar="RUN", help="a run's folder")
+    p.add_argument("--against", metavar="RUN", help="a healthy run (default: the bfloat16 run beside it with the same text and steps)")
+
+# %% ../nbs/16_cli.ipynb #83bcd609
 def make_parser() -> argparse.ArgumentParser:
     "The parser of the `altgrad` command."
     plain = argparse.RawDescriptionHelpFormatter
@@ -87,8 +103,10 @@ def make_parser() -> argparse.ArgumentParser:
         p.add_argument("config", metavar="CONFIG", nargs="+" if many else None, help="a YAML file, or the name of a packaged config")
         p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append", type=_setting, default=[], help="change a setting; may be repeated")
         p.add_argument("--out", default="runs", metavar="DIR", help="folder that gets one folder a run (default: runs)")
+        p.add_argument("--wandb", choices=("offline", "online", "off"), default="offline", help="mirror of the metrics (default: offline)")
         p.add_argument("--json", action="store_true", help="print JSON instead of tables, and no progress")
     _add_sweep(commands)
+    _add_readers(commands)
     p = commands.add_parser("formats", help="list the formats, or show one", description="List the formats, or show one.")
     p.add_argument("name", nargs="?", metavar="NAME", help="a format's name or spec, e.g. E4M3 or E4M3b8")
     p.add_argument("--codes", action="store_true", help="show the value of every code of the format")
@@ -139,14 +157,14 @@ def _list_formats() -> None:
         table.add_row(*("-" if v is None else v if isinstance(v, str) else exact_text(v) for v in cells), end_section=name == EIGHT_BIT[-1])
     Console().print(table)
 
-# %% ../nbs/16_cli.ipynb #b61100d5
+# %% ../nbs/16_cli.ipynb #fee40909
 def _train(args: argparse.Namespace) -> int:
     "`altgrad train CONFIG`"
     from altgrad.experiment import find_config
     from altgrad.report import number_text
     from altgrad.trainer import Trainer, succeeded
 
-    trainer = Trainer(find_config(args.config, dict(args.changes)), args.out)
+    trainer = Trainer(find_config(args.config, dict(args.changes)), args.out, mirror=args.wandb)
     _announce(args, [trainer])
     record = trainer.run(progress=not args.json)
     if args.json: print(json.dumps(record))
@@ -164,9 +182,9 @@ def _announce(args: argparse.Namespace, trainers: list) -> None:
         reason = t.folder.record().get("exit_reason")
         if not reason: continue
         say(f"{t.config.name}: {reason} before, " + ("re-used" if is_finished(t.folder.record()) else "going on"
-            if t.folder.checkpoint_file.is_file() else "beginning again (there was no checkpoint yet)"))
+            if t.folder.checkpoints.entries() else "beginning again (there was no checkpoint yet)"))
 
-# %% ../nbs/16_cli.ipynb #fe923652
+# %% ../nbs/16_cli.ipynb #02f36443
 def _compare(args: argparse.Namespace) -> int:
     "`altgrad compare CONFIG...`"
     import matplotlib
@@ -178,8 +196,12 @@ def _compare(args: argparse.Namespace) -> int:
     from altgrad.report import comparison_table, notes, plot_comparison, save_figure
     from altgrad.trainer import succeeded
 
+    def announce(trainers):
+        for t in trainers: t.mirror = args.wandb
+        _announce(args, trainers)
+
     configs = [find_config(spec, dict(args.changes)) for spec in args.config]
-    result = compare(configs, args.out, not args.json, announce=lambda trainers: _announce(args, trainers))
+    result = compare(configs, args.out, not args.json, announce=announce)
     figure = Path(args.out) / "comparison.png"
     save_figure(plot_comparison(result), figure)
     facts = {"figure": str(figure), "folder": str(args.out), "unigram_entropy": result.unigram_entropy, "bigram_entropy": result.bigram_entropy}
@@ -222,7 +244,29 @@ def _replay(args: argparse.Namespace) -> int:
     print(text)
     return 0 if agrees else 1
 
-# %% ../nbs/16_cli.ipynb #d0b7ce84
+# %% ../nbs/16_cli.ipynb #cc007dd9
+def _watch(args: argparse.Namespace) -> int:
+    "`altgrad watch RUN`"
+    from altgrad.watch import watch
+
+    try: watch(args.run, args.once)
+    except KeyboardInterrupt: pass  # the way to leave; the run goes on
+    return 0
+
+def _autopsy(args: argparse.Namespace) -> int:
+    "`altgrad autopsy RUN`"
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from altgrad.autopsy import autopsy, plot_autopsy
+    from altgrad.report import save_figure
+
+    found, figure = autopsy(args.run, args.against), Path(args.run) / "autopsy.png"
+    save_figure(plot_autopsy(found), figure)
+    print(f"{found}\nfigure: {figure}")
+    return 0
+
+# %% ../nbs/16_cli.ipynb #30cad1f6
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 def _interrupt(*_):
@@ -231,13 +275,16 @@ def _interrupt(*_):
     raise KeyboardInterrupt
 
 def _run(args: argparse.Namespace) -> int:
-    "Runs the command; one line and exit code 2 where the request is wrong."
+    "Runs the command; one line and exit code 2 where the request is wrong, 1 where the disk is full."
+    from altgrad.checkpoint import WriteError
     from altgrad.formats import InputError
 
-    try: return {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay}[args.command](args)
+    try: return {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay,
+              "watch": _watch, "autopsy": _autopsy}[args.command](args)
     except InputError as e:
-        print(f"altgrad: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
+        early = isinstance(e, WriteError)
+        print(f"altgrad: {' '.join(str(e).split())}" + "; the same command goes on from the last checkpoint" * early, file=sys.stderr)
+        return 1 if early else 2
 
 # %% ../nbs/16_cli.ipynb #5fbb76db
 def main(

@@ -1,0 +1,404 @@
+"""Nothing is lost: killed anywhere, on a full disk, with damaged files or in company, a run ends bit for bit like one that nothing disturbed.
+
+The processes are real and so is SIGKILL. A server that has imported torch forks them, which takes milliseconds instead of seconds.
+`make kills` runs the long form.
+"""
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr
+from hashlib import sha256
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from altgrad.formats import EIGHT_BIT, InputError
+from altgrad.tracking import RunFolder, read_series, read_wandb
+
+ALTGRAD = str(Path(sys.executable).parent / "altgrad")
+SMALL = dict(format="E4M3", max_steps=9, batch_size=2, block_size=16, warmup_steps=2, eval_every=4, eval_windows=4, checkpoint_every=3,
+             dropout=0.1, device="cpu")
+TIMES = ("tokens_per_s", "wall_clock_s")
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(["altgrad.trainer", "torch._dynamo"])
+
+
+# what happens in a process
+
+
+def die(): os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before_an_operation(folder: str, at: int) -> None:
+    "Dies before the file operation number `at` under a folder: an open to write, a rename, a removal, a new folder."
+    seen = 0
+
+    def hook(event, args):
+        nonlocal seen
+        path = {"open": 0, "os.rename": 1, "os.remove": 0, "os.mkdir": 0}.get(event)
+        if path is None or not isinstance(args[path], (str, os.PathLike)) or not str(args[path]).startswith(folder): return
+        if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR): return
+        seen += 1
+        if seen == at: die()
+
+    sys.addaudithook(hook)
+
+
+def half_a_line(nth: int) -> None:
+    "Dies in the middle of writing a row."
+    from altgrad import tracking
+    whole, count = tracking.MetricsLog.append, 0
+
+    def append(log, row):
+        nonlocal count
+        count += 1
+        if count == nth: log.file.write(tracking.json_line(row).encode()[:40]), die()
+        whole(log, row)
+
+    tracking.MetricsLog.append = append
+
+
+def half_a_file(nth: int) -> None:
+    "Dies in the middle of writing a checkpoint."
+    from altgrad import checkpoint
+    whole, count = checkpoint.write_atomic, 0
+
+    def write(path, data):
+        nonlocal count
+        count += str(path).endswith(".pt")
+        if count == nth: whole(path, lambda file: (file.write(data[: len(data) // 2]), file.flush(), die()))
+        whole(path, data)
+
+    checkpoint.write_atomic = write
+
+
+def in_a_call(name: str, nth: int) -> None:
+    "Dies in a function of the trainer."
+    from altgrad import trainer
+    whole, count = getattr(trainer, name), 0
+
+    def call(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == nth: die()
+        return whole(*args, **kwargs)
+
+    setattr(trainer, name, call)
+
+
+WOUNDS = {"files": before_an_operation, "line": half_a_line, "file": half_a_file, "call": in_a_call}
+
+
+def life(config: dict, out: str, data: str, wound: tuple | None = None, limit: int | None = None, mirror: str = "off", said: str | None = None) -> None:
+    "One process of a run: its exit code is 0, or 1 with one line in the file `said`."
+    from altgrad.data import load_corpus
+    from altgrad.trainer import Trainer, make_config
+
+    torch.set_num_threads(1)
+    corpus = load_corpus(f"path:{data}/text.txt", cache=f"{data}/cache")
+    if limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    if wound: WOUNDS[wound[0]](*wound[1:])
+    try: Trainer(make_config({"data": f"path:{data}/text.txt", **config}), out, corpus, mirror).run(progress=False)
+    except InputError as e: Path(said).write_text(f"{type(e).__name__}: {e}"), os._exit(1)
+
+
+def begin(config: dict, out: Path, data: Path, **more):
+    process = FORKS.Process(target=life, args=(config, str(out), str(data)), kwargs=more)
+    process.start()
+    return process
+
+
+def live(config: dict, out: Path, data: Path, **more) -> int:
+    "The exit code of one life."
+    process = begin(config, out, data, **more)
+    process.join(120)
+    return process.exitcode
+
+
+# what a run leaves behind
+
+
+def timeless(value):
+    if isinstance(value, dict): return {k: timeless(v) for k, v in value.items() if k not in (*TIMES, "seconds", "continued_from_step", "git_commit")}
+    return [timeless(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def bits(value):
+    "A checkpoint's content with the bytes of every tensor, timings left out."
+    if isinstance(value, torch.Tensor): return str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict): return {k: bits(v) for k, v in value.items() if k != "seconds"}
+    return [bits(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def outcome(folder: Path) -> dict:
+    "Everything a run has to say, to the last bit."
+    run = RunFolder(folder)
+    entries = [{k: v for k, v in e.items() if k != "sha256"} for e in run.checkpoints.entries()]
+    states = {e["file"]: bits(torch.load(run.checkpoints.folder / e["file"], weights_only=True)) for e in entries}
+    assert not [p for p in folder.rglob("*") if p.name.endswith(".tmp")]
+    assert {p.name for p in run.checkpoints.folder.glob("*.pt")} == set(states)
+    return {"metrics": timeless(run.metrics()), "series": read_series(run), "record": timeless(run.record()), "entries": entries, "states": states}
+
+
+def assert_same(folder: Path, whole: dict) -> None:
+    "Part by part, since a difference of whole outcomes would fill the screen."
+    found = outcome(folder)
+    found["record"]["name"] = whole["record"]["name"]
+    assert [r["step"] for r in found["metrics"]] == list(range(1, len(whole["metrics"]) + 1)), "a step is missing or doubled"
+    for part in ("metrics", "series", "record", "entries"): assert found[part] == whole[part], part
+    for file, state in whole["states"].items():
+        for part in state: assert found["states"][file][part] == state[part], f"{file}: {part}"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    "The outcome of a run that nothing disturbed, by config."
+    known, out = {}, tmp_path_factory.mktemp("whole")
+
+    def get(**config):
+        name = "-".join(map(str, config.values())) or "plain"
+        if name not in known:
+            assert live({**SMALL, **config, "name": name}, out, data) == 0
+            known[name] = outcome(out / name)
+        return known[name]
+
+    return get
+
+
+# killed
+
+
+@pytest.mark.parametrize("wound", [("line", 1), ("line", 5), ("file", 1), ("file", 3), ("call", "evaluate", 1), ("call", "evaluate", 3), ("call", "_update", 8),
+                                   ("call", "_write_record", 1), ("call", "_write_record", 2), ("call", "_results", 1)], ids=str)
+def test_killed_in_a_write_an_evaluation_or_an_update(data, tmp_path, whole, wound):
+    config = {**SMALL, "name": "cut"}
+    assert live(config, tmp_path, data, wound=wound) == -signal.SIGKILL
+    assert live(config, tmp_path, data) == 0
+    assert_same(tmp_path / "cut", whole())
+
+
+def kill_at_every(step: int, config: dict, out: Path, data: Path, whole: dict) -> int:
+    "Kills a run before each `step`-th of its file operations, and the run that goes on as well; how many kills."
+    kills = 0
+    for at in range(1, 1000, step):
+        name = f"at{at}"
+        folder = str(out / name)
+        code = live({**config, "name": name}, out, data, wound=("files", folder, at))
+        if code == 0: return kills
+        assert code == -signal.SIGKILL
+        kills += 1 + (live({**config, "name": name}, out, data, wound=("files", folder, 1 + at % 7)) != 0)  # soon after it has begun to go on
+        assert live({**config, "name": name}, out, data) == 0
+        assert_same(out / name, whole)
+        shutil.rmtree(folder)
+    raise AssertionError("never came through")
+
+
+def test_killed_before_file_operations(data, tmp_path, whole):
+    assert kill_at_every(9, {**SMALL}, tmp_path, data, whole()) > 10
+
+
+def kill_at_random(times: int, seed: int, config: dict, out: Path, data: Path, whole: dict) -> int:
+    "Kills a run at random moments, again and again, until it comes through; how many kills."
+    rng, kills, folder = random.Random(seed), 0, out / config["name"]
+    while True:
+        process, until = begin(config, out, data), time.monotonic() + rng.uniform(0, 1.5)
+        while process.exitcode is None and (time.monotonic() < until or kills >= times): time.sleep(0.001)
+        process.kill(), process.join()
+        if process.exitcode == 0: break
+        assert process.exitcode == -signal.SIGKILL
+        kills += 1
+    assert_same(folder, whole)
+    return kills
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_random_moments(data, tmp_path, whole, seed):
+    longer = dict(max_steps=30, eval_every=7, checkpoint_every=5)
+    kill_at_random(4, seed, {**SMALL, **longer, "name": "cut"}, tmp_path, data, whole(**longer))
+
+
+@pytest.mark.parametrize("number, name", list(enumerate(EIGHT_BIT)))
+def test_every_format_with_stochastic_rounding(data, tmp_path, whole, number, name):
+    arm = dict(format=name, storage="grid_stochastic", rule=("adamw", "grid_sgd", "stiffness_adamw", "riemannian_adamw")[number % 4])
+    config = {**SMALL, **arm, "name": "cut"}
+    wound = [("line", 8), ("file", 2), ("call", "evaluate", 2), ("call", "_update", 5)][number // 2]
+    assert live(config, tmp_path, data, wound=wound) == -signal.SIGKILL
+    assert live(config, tmp_path, data) == 0
+    assert_same(tmp_path / "cut", whole(**arm))
+
+
+def test_the_loader_has_no_worker_to_lose():
+    "A batch is a function of seed and step, computed where it is used: nothing runs ahead, so a kill has no queue to forget."
+    import altgrad.data
+    import altgrad.trainer
+    for module in (altgrad.data, altgrad.trainer):
+        assert not {"DataLoader", "multiprocessing"} & set(Path(module.__file__).read_text().replace("(", " ").replace(".", " ").split())
+
+
+# a full disk
+
+
+@pytest.mark.parametrize("limit, what", [(5_000_000, "step-00000006.pt"), (1_600, "metrics.jsonl")])
+def test_a_disk_that_fills_up_takes_nothing_away(data, tmp_path, whole, limit, what):
+    "A limit on the size of files stands in for the disk: for a checkpoint it is too small at once, for the log after some rows."
+    config, said = {**SMALL, "name": "cut"}, tmp_path / "said"
+    assert live(config, tmp_path, data, wound=("call", "_update", 5)) == -signal.SIGKILL
+    run = RunFolder(tmp_path / "cut")
+    before = run.checkpoints.entries()
+    assert [e["step"] for e in before] == [3, 4]
+    assert live(config, tmp_path, data, limit=limit, said=str(said)) == 1
+    assert what in said.read_text() and "\n" not in said.read_text() and said.read_text().startswith("WriteError: cannot write"), said.read_text()
+    assert run.checkpoints.entries() == before
+    for e in before: assert sha256((run.checkpoints.folder / e["file"]).read_bytes()).hexdigest() == e["sha256"]
+    assert live(config, tmp_path, data) == 0
+    assert_same(tmp_path / "cut", whole())
+
+
+SCRIPT = """
+mount -t tmpfs -o size=24m none {disk} || exit 77
+{altgrad} train {config} --out {disk} 2> {out}/first; echo $? > {out}/code
+ls {disk}/cut/checkpoints > {out}/files
+mount -o remount,size=200m {disk} && {altgrad} train {config} --out {disk} 2> {out}/second && cp -r {disk}/cut {out}/cut
+"""
+
+
+def test_a_small_disk_that_is_really_full(data, tmp_path, whole):
+    "A file system of 24 MB holds two checkpoints of 10 MB, and not the third beside them."
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "cut.yaml").write_text("".join(f"{k}: {v}\n" for k, v in {**SMALL, "data": f"path:{data}/text.txt"}.items()))
+    script = SCRIPT.format(disk=tmp_path / "disk", altgrad=ALTGRAD, config=tmp_path / "cut.yaml", out=tmp_path)
+    env = {**os.environ, "ALTGRAD_CACHE": f"{data}/cache", "OMP_NUM_THREADS": "1"}
+    try: done = subprocess.run(["unshare", "-m", "sh", "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    except FileNotFoundError: pytest.skip("this system has no unshare")
+    if not (tmp_path / "code").exists(): pytest.skip("this user may not mount a file system")
+    said = (tmp_path / "first").read_text()
+    assert (tmp_path / "code").read_text() == "1\n" and "Traceback" not in said
+    assert said.splitlines()[-1].startswith("altgrad: cannot write"), said
+    assert said.endswith("No space left on device; the same command goes on from the last checkpoint\n"), said
+    assert (tmp_path / "files").read_text().split() == ["manifest.json", "step-00000003.pt", "step-00000004.pt"]
+    assert done.returncode == 0, done.stderr + (tmp_path / "second").read_text()
+    assert_same(tmp_path / "cut", whole())
+
+
+# company, damage, anomalies
+
+
+def test_a_second_process_is_refused_in_one_line(data, tmp_path):
+    first = begin({**SMALL, "name": "cut", "max_steps": 100_000}, tmp_path, data)
+    while not (tmp_path / "cut/metrics.jsonl").is_file() or not (tmp_path / "cut/metrics.jsonl").stat().st_size: time.sleep(0.01)
+    changes = {**SMALL, "name": "cut", "max_steps": 100_000, "data": f"path:{data}/text.txt"}
+    args = [arg for key, value in changes.items() for arg in ("--set", f"{key}={value}")]
+    env = {**os.environ, "ALTGRAD_CACHE": f"{data}/cache"}
+    done = subprocess.run([ALTGRAD, "train", "e4m3_fp8", *args, "--out", str(tmp_path)], env=env, capture_output=True, text=True, timeout=60)
+    alive = first.exitcode is None
+    first.kill(), first.join()
+    assert alive and done.returncode == 2 and "is in use" in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+    assert not RunFolder(tmp_path / "cut").in_use()
+
+
+class Evil:
+    def __init__(self, path): self.path = path
+    def __reduce__(self): return Path.touch, (self.path,)
+
+
+def test_a_checkpoint_never_runs_code(data, tmp_path):
+    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "_update", 5)) == -signal.SIGKILL
+    run, proof = RunFolder(tmp_path / "cut"), tmp_path / "ran"
+    entry, _ = run.checkpoints.newest()
+    torch.save({"step": 4, "extra": Evil(proof)}, run.checkpoints.folder / entry["file"])
+    content = (run.checkpoints.folder / entry["file"]).read_bytes()
+    run.checkpoints.manifest.write_text(json.dumps([{**entry, "sha256": sha256(content).hexdigest()}]))
+    assert live({**SMALL, "name": "cut"}, tmp_path, data, said=str(tmp_path / "said")) == 1
+    assert "holds more than tensors" in (tmp_path / "said").read_text() and not proof.exists()
+    pickle.loads(pickle.dumps(Evil(proof)))
+    assert proof.exists()  # the trap works
+
+
+def test_damage_is_named_and_survived(data, tmp_path, whole):
+    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "_update", 8)) == -signal.SIGKILL
+    run = RunFolder(tmp_path / "cut")
+    newest = run.checkpoints.folder / run.checkpoints.entries()[-1]["file"]
+    content = newest.read_bytes()
+    newest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with redirect_stderr(io.StringIO()) as said: assert run.checkpoints.newest()[0]["step"] == 4
+    assert said.getvalue().count("\n") == 1 and "step-00000006.pt is damaged (its SHA-256 differs): step-00000004.pt is next" in said.getvalue()
+    assert live({**SMALL, "name": "cut"}, tmp_path, data) == 0
+    assert_same(tmp_path / "cut", whole())
+
+
+def test_an_anomaly_leaves_a_checkpoint_with_its_batches(data, tmp_path):
+    from altgrad.data import get_batch, load_corpus
+    assert live({**SMALL, "name": "wild", "lr": 1e30, "warmup_steps": 0}, tmp_path, data) == 0
+    run = RunFolder(tmp_path / "wild")
+    odd = [e for e in run.checkpoints.entries() if e["anomaly"]]
+    step, row = odd[0]["step"], next(r for r in run.metrics() if r.get("events"))
+    assert step == row["step"] and row["events"][0]["kind"] == "nonfinite" == odd[0]["anomaly"] and "nonfinite" in row
+    kept = torch.load(run.checkpoints.folder / odd[0]["file"], weights_only=True)["extra"]["batches"]
+    corpus = load_corpus(f"path:{data}/text.txt", cache=f"{data}/cache")
+    assert list(kept) == list(range(max(1, step - 3), step + 1))
+    for s, [(x, y)] in kept.items(): assert all(map(torch.equal, (x, y), get_batch(corpus.train, 2, 16, 42, s)))
+
+
+# the mirror
+
+
+def test_the_mirror_of_a_killed_run_has_every_step(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = {**SMALL, "name": "cut", "max_steps": 30}
+    assert live(config, tmp_path, data, wound=("line", 20), mirror="offline") == -signal.SIGKILL
+    assert live(config, tmp_path, data, mirror="offline") == 0
+    run, until = RunFolder(tmp_path / "cut"), time.monotonic() + 20
+    while not any(30 in part["rows"] for part in read_wandb(run.path)) and time.monotonic() < until: time.sleep(0.1)  # wandb's process may be behind
+    parts = read_wandb(run.path)
+    assert len({part["id"] for part in parts}) == 1 and {part["name"] for part in parts} == {"cut"}
+    rows = {r["step"]: r for r in run.metrics()}
+    found = {}
+    for part in parts:
+        assert list(part["rows"]) == sorted(part["rows"])
+        for step, row in part["rows"].items():
+            assert found.setdefault(step, row["loss"]) == row["loss"] == rows[step]["loss"] and row["_step"] == step
+    assert sorted(found) == list(range(1, 31))
+
+
+# its readers
+
+
+def test_watch_follows_a_run_to_its_end(data, tmp_path):
+    from rich.console import Console
+
+    from altgrad.watch import watch
+    process = begin({**SMALL, "name": "seen", "max_steps": 30}, tmp_path, data)
+    while not (tmp_path / "seen/run.json").is_file(): time.sleep(0.01)
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    watch(tmp_path / "seen", console=console, every=0.05)
+    process.join()
+    text = console.file.getvalue()
+    assert process.exitcode == 0 and "step 30 of 30" in text and "finished" in text.split("step 30 of 30")[-2] and "killed" not in text
+
+
+def test_watch_and_autopsy_of_a_killed_run(data, tmp_path, capsys):
+    from altgrad.cli import main
+    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "_update", 8)) == -signal.SIGKILL
+    assert main(["watch", str(tmp_path / "cut"), "--once"]) == 0
+    assert "killed (its record says running" in capsys.readouterr().out
+    assert main(["autopsy", str(tmp_path / "cut")]) == 0
+    said = capsys.readouterr().out
+    assert "killed" in said and "7 of 9 steps" in said and (tmp_path / "cut/autopsy.png").read_bytes()[:4] == b"\x89PNG"
+    assert live({**SMALL, "name": "cut"}, tmp_path, data) == 0  # and reading it has changed nothing
