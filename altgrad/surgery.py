@@ -8,9 +8,9 @@ __all__ = ['RECIPES', 'GRADIENT_FORMAT', 'POINTS', 'SKIP', 'MANIFOLD_OPTIONS', '
            'quantize_model', 'quantized_layers', 'quantizers', 'quantized_weights', 'round_weight_gradients',
            'high_precision', 'points_state', 'load_points_state', 'clamp_outliers']
 
-# %% ../nbs/07_surgery.ipynb #9728d434
+# %% ../nbs/07_surgery.ipynb #b4b6acb8
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from .formats import FP8Format, InputError, get_format, unknown
 from .quantize import ROUNDING, fake_quantize, rounding_key
 from .scaling import AmaxAverage, AmaxFirst, AmaxHistory, Scaling, amax_of, compute_scale, scale_of
-from .statistics import quantize_stats
 from .storage import GridTensor
 
-# %% ../nbs/07_surgery.ipynb #3d5638a8
+# %% ../nbs/07_surgery.ipynb #e22c08d7
 RECIPES = {"current": None, "delayed": AmaxHistory, "smoothed": AmaxAverage, "static": AmaxFirst}
 
 @dataclass(frozen=True)
@@ -44,7 +43,8 @@ class Precision:
             raise InputError(f"scaling {self.scaling} remembers one amax a tensor: granularity must be tensor, not {self.granularity}")
 
     def __str__(self) -> str:
-        return " ".join([self.format.name, *(str(v) for v, usual in zip((self.scaling, self.granularity, self.rounding), ("current", "tensor", "nearest")) if v != usual)])
+        usual = {"scaling": "current", "granularity": "tensor", "rounding": "nearest"}
+        return " ".join([self.format.name, *(str(getattr(self, key)) for key, value in usual.items() if getattr(self, key) != value)])
 
 # %% ../nbs/07_surgery.ipynb #42f55283
 GRADIENT_FORMAT = "E5M2"  # of a gradient whose point is merely on: gradients need range more than precision
@@ -72,20 +72,7 @@ def read_precision(
     name, *words = spec.split()
     return Precision(name, **_read_words(words))
 
-# %% ../nbs/07_surgery.ipynb #ee4ffa40
-class _Watched(torch.autograd.Function):
-    "Rounds and counts in one pass; the gradient passes straight through."
-    @staticmethod
-    def forward(ctx, x, scale, key, quantizer):
-        p = quantizer.precision
-        q, stats = quantize_stats(x, p.format, scale, rounding=p.rounding, key=key)
-        quantizer.probe(stats, scale)
-        return q
-
-    @staticmethod
-    def backward(ctx, grad): return grad, None, None, None
-
-# %% ../nbs/07_surgery.ipynb #a03d70a0
+# %% ../nbs/07_surgery.ipynb #3af5fe93
 class Quantizer:
     "One point at work: rounds the tensors that come by, one after another."
     def __init__(
@@ -97,7 +84,7 @@ class Quantizer:
         self.precision, self.seed, self.number, self.calls = precision, seed, number, 0
         memory = RECIPES[precision.scaling]
         self.scaling = memory and Scaling(precision.format, memory())
-        self.probe: Callable | None = None  # is given the `QuantStats` and the scale of each tensor
+        self.probe: Callable | None = None  # is given each tensor, the tensor rounded, and the scale
         self.fit = False  # shrink a tensor that exceeds the format's range, as a whole, instead of clipping its largest elements
 
     def scale(self, x: Tensor, advance: bool = False) -> Tensor:
@@ -116,8 +103,9 @@ class Quantizer:
         if self.fit: x = x * (p.format.max * scale / x.detach().abs().amax()).clamp(max=1)
         key = rounding_key(self.seed, self.calls, self.number) if p.rounding == "stochastic" else None
         self.calls += advance
-        if self.probe is not None and advance: return _Watched.apply(x, scale, key, self)
-        return fake_quantize(x, p.format, scale, rounding=p.rounding, key=key)
+        y = fake_quantize(x, p.format, scale, rounding=p.rounding, key=key)
+        if self.probe is not None and advance: self.probe(x.detach(), y.detach(), scale)
+        return y
 
     def __repr__(self) -> str: return f"Quantizer({self.precision})"
 
