@@ -313,7 +313,7 @@ class Parcel:
         ends = np.cumsum([p.numel() for p in self.parts.values()])
         return {name: part.reshape(tuple(p.shape)) for (name, p), part in zip(self.parts.items(), np.split(flat, ends[:-1]))}
 
-# %% ../nbs/08_monitors.ipynb #423b41f3
+# %% ../nbs/08_monitors.ipynb #23b66fcd
 class PointCounts:
     "What the points of a model round between `start` and `stop`; micro-batches are added up."
     def __init__(self, model: nn.Module):
@@ -347,6 +347,7 @@ class PointCounts:
             if self.histogram: parcel["histogram", *key] = self.codes[key]
         for key, d in _grid_distances(self.samples, {k: self.points[k].precision.format for k in self.samples}).items(): parcel["distance", *key] = d
 
+# %% ../nbs/08_monitors.ipynb #21bf440d
 def _by_format(formats: dict[Any, FP8Format]) -> dict[FP8Format, list]:
     "The keys of each format, so that tensors of one are worked on together."
     groups = {}
@@ -414,7 +415,7 @@ def update_sums(
     own = lambda s: s.float() if s.dim() > 1 else s.float().expand(rows)
     return _sums(_update_sums(how), (before, after, own(scale), own(scale_after)), Q._numbers(g, wide, before.device))[:3]
 
-# %% ../nbs/08_monitors.ipynb #6045199c
+# %% ../nbs/08_monitors.ipynb #f7171664
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @cache
@@ -426,6 +427,7 @@ def decay_rates(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, float]
     "The factor by which decoupled weight decay shrinks each parameter in a step, by its identity."
     return {id(p): g["lr"] * g.get("weight_decay", 0.0) for o in optimizers for g in o.param_groups for p in g["params"]}
 
+# %% ../nbs/08_monitors.ipynb #7d017d9f
 class UpdateCounts:
     "What an optimizer step does to the quantized weights of a model, between `start` and `stop`."
     def __init__(self, model: nn.Module):
@@ -575,7 +577,7 @@ def health_metrics(found: Mapping[Any, np.ndarray]) -> dict[str, float]:
     table = np.stack(list(rows.values()))
     return values | {f"health/all/{name}": float(pick(table[:, i])) for i, (name, pick) in enumerate(zip(names, (max, min, min)))}
 
-# %% ../nbs/08_monitors.ipynb #14c42c92
+# %% ../nbs/08_monitors.ipynb #a028d2a3
 @dataclass(frozen=True)
 class Measurement:
     "What one step was like."
@@ -587,7 +589,20 @@ class Measurement:
         "The values that stand for the whole model."
         return {path: value for path, value in self.values.items() if path.split("/")[1:2] == ["all"] and not math.isnan(value)}
 
-class Monitors:
+# %% ../nbs/08_monitors.ipynb #fa15c111
+class _MonitorState:
+    "What of `Monitors` goes into a checkpoint."
+    def state_dict(self) -> dict[str, Any]:
+        "What a checkpoint needs, as plain tensors: where weights began, and which neurons are silent since when."
+        return {"origin": {k: list(v) for k, v in self.updates.origin.items()}, "silent": dict(self.of_gradients.silent)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        "Goes on where `state_dict` was called."
+        self.updates.origin = {k: tuple(v) for k, v in state["origin"].items()}
+        self.of_gradients.silent = dict(state["silent"])
+
+# %% ../nbs/08_monitors.ipynb #869aa12a
+class Monitors(_MonitorState):
     "Everything that is measured in a step of a model."
     def __init__(
         self,
@@ -628,22 +643,14 @@ class Monitors:
         for read in self.readers: values |= read(found)
         return Measurement(self.step, values, histograms)
 
-    def state_dict(self) -> dict[str, Any]:
-        "What a checkpoint needs, as plain tensors: where weights began, and which neurons are silent since when."
-        return {"origin": {k: list(v) for k, v in self.updates.origin.items()}, "silent": dict(self.of_gradients.silent)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Goes on where `state_dict` was called."
-        self.updates.origin = {k: tuple(v) for k, v in state["origin"].items()}
-        self.of_gradients.silent = dict(state["silent"])
-
+# %% ../nbs/08_monitors.ipynb #c7e17e3f
 def memory_bytes(device: torch.device) -> int:
     "The most memory that was in use so far: allocated on a GPU, else of the process."
     if device.type == "cuda": return torch.cuda.max_memory_allocated(device)
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
-# %% ../nbs/08_monitors.ipynb #30672326
+# %% ../nbs/08_monitors.ipynb #7e85a5aa
 def _write_parquet(path: Path, columns: dict[str, Any]) -> None:
     "A table in one atomic file; strings and numbers that repeat take little room."
     import pyarrow as pa
@@ -653,6 +660,7 @@ def _write_parquet(path: Path, columns: dict[str, Any]) -> None:
     with open(part, "wb") as file: file.write(buffer.getvalue()), file.flush(), os.fsync(file.fileno())
     os.replace(part, path)
 
+# %% ../nbs/08_monitors.ipynb #ab0fca31
 class SeriesLog:
     "Keeps the measurements of a run in `<folder>/values-<step>.parquet` and `histograms-<step>.parquet`, a part for each `flush`."
     def __init__(self, folder: Path | str):

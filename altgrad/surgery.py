@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'GRADIENT_FORMAT', 'POINTS', 'SKIP', 'MANIFOLD_OPTIONS', 'Precision', 'read_precision', 'Quantizer',
-           'QuantizedLinear', 'LayerPrecisionRule', 'PrecisionConfig', 'QuantizedLayer', 'QuantizationReport',
-           'quantize_model', 'quantized_layers', 'quantizers', 'quantized_weights', 'round_weight_gradients',
-           'high_precision', 'points_state', 'load_points_state', 'clamp_outliers']
+           'QuantizedLinear', 'LayerPrecisionRule', 'PrecisionConfig', 'parse_rules', 'QuantizedLayer',
+           'QuantizationReport', 'quantize_model', 'quantized_layers', 'quantizers', 'quantized_weights',
+           'round_weight_gradients', 'high_precision', 'points_state', 'load_points_state', 'clamp_outliers']
 
 # %% ../nbs/07_surgery.ipynb #b4b6acb8
 from contextlib import contextmanager
@@ -109,9 +109,10 @@ class Quantizer:
 
     def __repr__(self) -> str: return f"Quantizer({self.precision})"
 
-# %% ../nbs/07_surgery.ipynb #447882a0
+# %% ../nbs/07_surgery.ipynb #18462ef0
 POINTS = ("weight", "activation", "gradient", "weight_gradient")
 
+# %% ../nbs/07_surgery.ipynb #32638731
 class QuantizedLinear(nn.Linear):
     "A linear layer that rounds what goes into its products: its weight, its input, its output's gradient; each where its `points` have a `Quantizer`."
     points: dict[str, Quantizer]
@@ -190,6 +191,21 @@ class PrecisionConfig:
         for rule in self.rules:
             if not isinstance(rule, LayerPrecisionRule): raise InputError(f"rules must be LayerPrecisionRules, not {rule!r}")
         if self.default is not None: get_format(self.default)
+
+# %% ../nbs/07_surgery.ipynb #ebacc44a
+def parse_rules(
+    text: str | None,  # "blocks.0.*: weight=E3M4, gradient=E5M2 stochastic; blocks.3.*:"
+) -> list[LayerPrecisionRule]:
+    "The rules that a line of text holds; InputError for a point that does not exist or cannot be read."
+    rules = []
+    for part in filter(str.strip, (text or "").split(";")):
+        pattern, colon, points = part.partition(":")
+        pairs = [tuple(s.strip() for s in p.partition("=")[::2]) for p in points.split(",") if p.strip()]
+        for kind, _ in pairs:
+            if kind not in POINTS: raise unknown("point", kind, POINTS)
+        if not colon or len(dict(pairs)) < len(pairs): raise InputError(f"a rule is 'pattern: point=format, ...' with each point once, not {part.strip()!r}")
+        rules.append(LayerPrecisionRule(pattern.strip(), **dict(pairs)))
+    return rules
 
 # %% ../nbs/07_surgery.ipynb #c7805be1
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from .scaling import compute_scale
 from .storage import GridTensor, pack
 from .surgery import Quantizer, quantized_layers, quantizers
 
-# %% ../nbs/08b_thresholds.ipynb #0f6840cd
+# %% ../nbs/08b_thresholds.ipynb #230e1ac5
 @dataclass(frozen=True)
 class Thresholds:
     "Where metrics leave their healthy range; None switches a warning off. InputError for what is not a number."
@@ -58,6 +58,7 @@ class Thresholds:
 
 _NAMES = {f.name for f in fields(Thresholds)} - {"strict", "patience", "rise", "rank_drop", "rank_drop_strict"}
 
+# %% ../nbs/08b_thresholds.ipynb #9d2b8bb0
 @dataclass(frozen=True)
 class Alert:
     "One warning."
@@ -103,8 +104,25 @@ def converged(
     slope, error = trend(losses, steps)
     return -(slope - 2 * error) * (steps[-1] - steps[0]) < tolerance * abs(float(np.mean(losses)))
 
-# %% ../nbs/08b_thresholds.ipynb #be55ed44
-class Alarms:
+# %% ../nbs/08b_thresholds.ipynb #c2290b62
+class _Bells:
+    "Which alarms ring, and what a checkpoint must keep of that."
+    def _ring(self, step: int, path: str, value: float, limit: float, beyond: bool) -> Alert | None:
+        new = beyond and path not in self.ringing
+        (self.ringing.add if beyond else self.ringing.discard)(path)
+        return Alert(step, path, value, limit) if new else None
+
+    def state_dict(self) -> dict[str, Any]:
+        "What a checkpoint needs, as plain values."
+        return {"ringing": sorted(self.ringing), "first": dict(self.first), "losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        "Goes on where `state_dict` was called."
+        self.ringing, self.first = set(state["ringing"]), dict(state["first"])
+        self.losses.clear(), self.losses.extend(state["losses"])
+
+# %% ../nbs/08b_thresholds.ipynb #a73815be
+class Alarms(_Bells):
     "Watches measurements and losses, and tells when a line is crossed."
     def __init__(self, thresholds: Thresholds = Thresholds()):
         self.thresholds = thresholds
@@ -135,20 +153,6 @@ class Alarms:
         if limit is None: return None
         if parts[0] == "health": limit *= self.first.setdefault(path, value)
         return self._ring(step, path, value, limit, value > limit if below else value < limit)
-
-    def _ring(self, step: int, path: str, value: float, limit: float, beyond: bool) -> Alert | None:
-        new = beyond and path not in self.ringing
-        (self.ringing.add if beyond else self.ringing.discard)(path)
-        return Alert(step, path, value, limit) if new else None
-
-    def state_dict(self) -> dict[str, Any]:
-        "What a checkpoint needs, as plain values."
-        return {"ringing": sorted(self.ringing), "first": dict(self.first), "losses": list(self.losses)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Goes on where `state_dict` was called."
-        self.ringing, self.first = set(state["ringing"]), dict(state["first"])
-        self.losses.clear(), self.losses.extend(state["losses"])
 
 # %% ../nbs/08b_thresholds.ipynb #833b0f24
 INTERVENTIONS = ("fit_gradients", "move_bit")
@@ -203,35 +207,9 @@ def set_weight_format(
                 group["fmt"] = after
                 break
 
-# %% ../nbs/08b_thresholds.ipynb #77b52d75
-class Interventions:
-    "Acts on a run when its measurements ask for it."
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Iterable[torch.optim.Optimizer],
-        kinds: Iterable[str],  # of `INTERVENTIONS`
-        pause: int = 100,  # steps after a moved bit in which no other is moved
-        after: int = 3,  # steps in a row that ask for a moved bit
-    ):
-        self.model, self.optimizers, self.kinds, self.pause, self.after = model, list(optimizers), tuple(kinds), pause, after
-        for kind in self.kinds:
-            if kind not in INTERVENTIONS: raise unknown("intervention", kind, INTERVENTIONS)
-        self.bad = self.stalled = 0  # steps in a row
-        self.last = -pause
-        self.moved: dict[str, str] = {}  # layer to the spec of the format that a move gave it
-
-    def act(self, step: int, finite: bool, m: Measurement) -> list[Event]:
-        "What is done after a step, given whether loss and gradient were finite, and what was measured."
-        events = self._fit(step, m) if "fit_gradients" in self.kinds else []
-        self.bad = 0 if finite else self.bad + 1
-        stall = m.values.get("updates/all/bit_stall_rate", math.nan)
-        if m.values: self.stalled = self.stalled + 1 if stall > 0.5 else 0
-        if "move_bit" not in self.kinds or step - self.last < self.pause: return events
-        if self.bad >= self.after: return events + self._move(step, +1, f"{self.bad} steps in a row were not finite")
-        if self.stalled >= self.after: return events + self._move(step, -1, f"{stall:.0%} of the updates changed nothing, {self.stalled} times in a row")
-        return events
-
+# %% ../nbs/08b_thresholds.ipynb #49907253
+class _Acts:
+    "What interventions do, and what a checkpoint must keep of them."
     def _fit(self, step: int, m: Measurement) -> list[Event]:
         events = []
         for (layer, kind), q in quantizers(self.model).items():
@@ -258,3 +236,32 @@ class Interventions:
         "Goes on where `state_dict` was called, with the formats as they were then; before weights and optimizers are loaded."
         for key, value in state.items(): setattr(self, key, value)
         set_weight_format(self.model, self.optimizers, self.moved)
+
+# %% ../nbs/08b_thresholds.ipynb #6a2c704f
+class Interventions(_Acts):
+    "Acts on a run when its measurements ask for it."
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        kinds: Iterable[str],  # of `INTERVENTIONS`
+        pause: int = 100,  # steps after a moved bit in which no other is moved
+        after: int = 3,  # steps in a row that ask for a moved bit
+    ):
+        self.model, self.optimizers, self.kinds, self.pause, self.after = model, list(optimizers), tuple(kinds), pause, after
+        for kind in self.kinds:
+            if kind not in INTERVENTIONS: raise unknown("intervention", kind, INTERVENTIONS)
+        self.bad = self.stalled = 0  # steps in a row
+        self.last = -pause
+        self.moved: dict[str, str] = {}  # layer to the spec of the format that a move gave it
+
+    def act(self, step: int, finite: bool, m: Measurement) -> list[Event]:
+        "What is done after a step, given whether loss and gradient were finite, and what was measured."
+        events = self._fit(step, m) if "fit_gradients" in self.kinds else []
+        self.bad = 0 if finite else self.bad + 1
+        stall = m.values.get("updates/all/bit_stall_rate", math.nan)
+        if m.values: self.stalled = self.stalled + 1 if stall > 0.5 else 0
+        if "move_bit" not in self.kinds or step - self.last < self.pause: return events
+        if self.bad >= self.after: return events + self._move(step, +1, f"{self.bad} steps in a row were not finite")
+        if self.stalled >= self.after: return events + self._move(step, -1, f"{stall:.0%} of the updates changed nothing, {self.stalled} times in a row")
+        return events
