@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['QUANTIZATION', 'UPDATES', 'GRADIENTS', 'SHADOW', 'ATTENTION', 'HEALTH', 'TRAINING', 'METRICS', 'SUMS', 'SAMPLE',
-           'QUANTILES', 'Metric', 'MetricGroup', 'WeightMonitor', 'bit_histogram', 'compiles', 'rounding_sums',
-           'rounding_metrics', 'histogram_metrics', 'code_counts', 'sample', 'Parcel', 'PointCounts', 'point_metrics',
-           'update_sums', 'decay_rates', 'UpdateCounts', 'update_metrics', 'GradientCounts', 'gradient_metrics',
-           'AttentionEntropy', 'attention_metrics', 'matrix_health', 'measure_health', 'health_metrics', 'Measurement',
-           'Monitors', 'memory_bytes', 'SeriesLog', 'read_series', 'read_histograms', 'series_of', 'histograms_of',
-           'plot_histogram_over_time', 'plot_ranges', 'plot_stiffness_field', 'plot_by_layer']
+           'COUNTED', 'QUANTILES', 'Metric', 'MetricGroup', 'WeightMonitor', 'bit_histogram', 'compiles',
+           'rounding_sums', 'round_and_sum', 'rounding_metrics', 'histogram_metrics', 'code_counts', 'sample', 'Parcel',
+           'PointCounts', 'point_metrics', 'update_sums', 'decay_rates', 'UpdateCounts', 'update_metrics',
+           'GradientCounts', 'gradient_metrics', 'AttentionEntropy', 'attention_metrics', 'matrix_health',
+           'measure_health', 'health_metrics', 'Measurement', 'Monitors', 'memory_bytes', 'SeriesLog', 'read_series',
+           'read_histograms', 'series_of', 'histograms_of', 'plot_histogram_over_time', 'plot_ranges',
+           'plot_stiffness_field', 'plot_by_layer']
 
-# %% ../nbs/08_monitors.ipynb #0351fa79
+# %% ../nbs/08_monitors.ipynb #491ea4fc
 import io
 import math
 import os
@@ -31,7 +32,7 @@ from .geometry import code_coordinate
 from .model import attention_entropy
 from .statistics import _bins, _count_bins, _histogram
 from .storage import GridTensor
-from .surgery import QuantizedLinear, quantized_layers, quantizers
+from .surgery import Precision, QuantizedLinear, quantized_layers, quantizers
 
 # %% ../nbs/08_monitors.ipynb #ba46f687
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class MetricGroup:
         head = [f"**`{self.path}`** · {self.source}. Cost: {self.cost}.\n", "| metric | formula | unit | a bad value |", "|---|---|---|---|"]
         return "\n".join([*head, *rows]) + "\n"
 
-# %% ../nbs/08_monitors.ipynb #56d17df5
+# %% ../nbs/08_monitors.ipynb #0c41066b
 QUANTIZATION = MetricGroup("quantization/<layer>/<kind>/", "one pass over each rounded tensor; the last four: every `histogram_every` steps",
     "every tensor $x$ that a point rounds to $\\hat x$ under its scale $s$; <kind> is weight, activation, gradient or weight_gradient", (
     Metric("overflow_rate", "share with finite $|x/s| > \\max$", "share", "the scale is too small: large values are clipped"),
@@ -72,7 +73,8 @@ QUANTIZATION = MetricGroup("quantization/<layer>/<kind>/", "one pass over each r
     Metric("dead_codes", "codes of finite values that no element has", "codes", "near 256: most of the eight bits are idle"),
     Metric("entropy_bits", "$-\\sum p_c \\log_2 p_c$ over codes", "bits", "falls: the tensor crowds into a few codes"),
     Metric("range_used_octaves", "$\\log_2$ of largest over smallest non-zero magnitude of the codes in use", "octaves", "equal to the format's: it is full"),
-    Metric("histogram", "elements with each code, in code order (256 numbers; the top 8 bits of longer codes)", "elements", "see the heat map"),
+    Metric("histogram", "elements with each code, in code order (the top 8 bits of longer codes); of large tensors about 262,144 at equal distances",
+           "elements", "see the heat map"),
 ))
 
 # %% ../nbs/08_monitors.ipynb #6f0c0f78
@@ -131,16 +133,16 @@ TRAINING = MetricGroup("(no path: first in a row)", "nothing", "the step", (
 
 METRICS = (TRAINING, QUANTIZATION, UPDATES, GRADIENTS, SHADOW, ATTENTION, HEALTH)
 
-# %% ../nbs/08_monitors.ipynb #3f071629
+# %% ../nbs/08_monitors.ipynb #dd881e76
 def _counts(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -> Tensor:
     "Weights, overflows, underflows, updates and flips of one weight tensor, as five int64 counts on its device."
     magnitude = w.abs()
     return torch.stack([
         torch.full_like(limit, w.numel(), dtype=torch.int64),
-        ((magnitude > limit) & magnitude.isfinite()).sum(),
-        ((q == 0) & (w != 0)).sum(),
-        (w != old_w).sum(),
-        ((q.view(torch.int32) != old_q.view(torch.int32)) & (w != old_w)).sum(),
+        torch.count_nonzero((magnitude > limit) & magnitude.isfinite()),
+        torch.count_nonzero((q == 0) & (w != 0)),
+        torch.count_nonzero(w != old_w),
+        torch.count_nonzero((q.view(torch.int32) != old_q.view(torch.int32)) & (w != old_w)),
     ])
 
 # %% ../nbs/08_monitors.ipynb #0b7ab99b
@@ -186,8 +188,8 @@ def bit_histogram(
         count += torch.bincount(code, minlength=256).cpu()
     return count.tolist()
 
-# %% ../nbs/08_monitors.ipynb #22b75ff1
-_PIECE = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements a compiled pass takes at a time; counts stay exact in float32
+# %% ../nbs/08_monitors.ipynb #b2bb3dc0
+_PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements a compiled pass takes at a time; counts stay exact in float32
 _FROM = 1 << 17  # elements from which on a pass is compiled
 
 @cache
@@ -203,15 +205,19 @@ def _sums(body: Callable, sliced: tuple[Tensor, ...], *rest: Tensor) -> Tensor:
         part = [t[a : a + step] for t in sliced]
         found = Q._attempt(lambda: _compiled(body, first.device.type)(*part, *rest)) if compiled else None  # noqa: B023
         found = (body(*part, *rest) if found is None else found).double()
-        total = found if total is None else torch.cat([total[:-1] + found[:-1], torch.maximum(total[-1:], found[-1:])])
+        total = _added(total, found)
     return total
+
+def _added(a: Tensor | None, b: Tensor) -> Tensor:
+    "Sums of two pieces; the last number is the larger one."
+    return b if a is None else torch.cat([a[:-1] + b[:-1], torch.maximum(a[-1:], b[-1:])])
 
 def compiles() -> bool:
     "Whether passes are compiled: not where the path is eager, or where compiling has failed."
-    _sums(_rounding_sums, (torch.ones(_FROM), torch.ones(_FROM), torch.ones(1).expand(_FROM)), torch.ones(()), torch.ones(2))
+    _sums(_rounding_sums, (torch.ones(_FROM), torch.ones(_FROM)), torch.ones(()), torch.ones(()), torch.ones(2))
     return Q._state["path"] != "eager" and not Q._state["broken"]
 
-# %% ../nbs/08_monitors.ipynb #1224166e
+# %% ../nbs/08_monitors.ipynb #9b228d7e
 SUMS = ("overflow", "underflow", "nonfinite", "error", "power_1", "power_2", "power_3", "power_4", "amax")
 
 def _rounding_sums(x: Tensor, y: Tensor, inverse: Tensor, unit: Tensor, limits: Tensor) -> Tensor:
@@ -241,9 +247,47 @@ def rounding_sums(
     "Counts and sums of one rounding; waits for no device."
     flat, s, _ = Q._flat(x.contiguous(), scale.float(), None)
     unit = (1 / scale.float()).amin()
-    inverse = (1 / s).expand(flat.shape) if s.dim() else 1 / s.expand(len(flat))
-    total = _sums(_rounding_sums, (flat, y.reshape(flat.shape), inverse), unit, _limits(fmt, x.device))
+    pair, rest = (flat, y.reshape(flat.shape)), (unit, _limits(fmt, x.device))
+    total = _sums(_rounding_sums, (*pair, 1 / s), *rest) if s.dim() else _sums(_rounding_sums, pair, 1 / s, *rest)
+    return _in_units_of_x(total, unit, x)
+
+def _in_units_of_x(total: Tensor, unit: Tensor, x: Tensor) -> Tensor:
     return torch.cat([total * unit.double() ** -_powers(x.device), total.new_full((1,), x.numel())])
+
+# %% ../nbs/08_monitors.ipynb #e0562c06
+@cache
+def _fused(how: Q._How) -> Callable:
+    def body(x, scale, inverse, numbers, unit, limits):
+        y = Q._kernel(x, scale, inverse, Q._Grid(*numbers.unbind()), how, None, unit_in_first_place).to(how.out)
+        return y, _rounding_sums(x, y, inverse, unit, limits)
+    return body
+
+def _worth_fusing(x: Tensor, p: Precision, scale: Tensor) -> bool:
+    large = Q._state["path"] == "compiled" or Q._state["path"] == "auto" and x.numel() >= _FROM
+    return large and not Q._state["broken"] and not scale.dim() and p.rounding != "stochastic" and x.is_contiguous() and x.device.type in Q._STRICT
+
+@torch.no_grad()
+def round_and_sum(
+    x: Tensor,  # float tensor, not empty
+    p: Precision,  # how it is rounded
+    scale: Tensor,  # a power of two, or powers of two that broadcast to `x`
+    key: int | Tensor | None = None,  # for stochastic rounding
+) -> tuple[Tensor, Tensor]:  # `fake_quantize` of the same; its `rounding_sums`
+    "Rounds and counts, in one pass where that is possible."
+    if _worth_fusing(x, p, scale):
+        flat, out, total, device = x.view(-1), torch.empty_like(x).view(-1), None, x.device.type
+        g, how = Q._plan(p.format, x.dtype, p.rounding, "saturate", 24, True, "multiply", True)
+        unit = 1 / scale.float()
+        rest = scale.float(), unit, Q._numbers(g, how.wide or x.dtype == torch.float64, x.device), unit, _limits(p.format, x.device)
+        for a in range(0, len(flat), _PIECE[device]):
+            found = Q._attempt(lambda: _compiled(_fused(how), device)(flat[a : a + _PIECE[device]], *rest))  # noqa: B023
+            if found is None: break
+            if len(flat) <= _PIECE[device]: out = found[0]
+            else: out[a : a + _PIECE[device]] = found[0]
+            total = _added(total, found[1].double())
+        else: return out.view(x.shape), _in_units_of_x(total, unit, x)
+    y = Q.fake_quantize(x, p.format, scale, rounding=p.rounding, key=key)
+    return y, rounding_sums(x, y, scale, p.format)
 
 # %% ../nbs/08_monitors.ipynb #3e4eeb0f
 def _divide(a, b): return np.divide(a, b, out=np.full(np.broadcast(a, b).shape, np.nan), where=np.asarray(b) != 0)
@@ -276,13 +320,15 @@ def histogram_metrics(
     return {"dead_codes": float((counts[finite] == 0).sum()), "entropy_bits": float(-(p * np.log2(p)).sum()) + 0.0,
             "range_used_octaves": float(np.log2(used.max() / used.min())) if len(used) else math.nan}
 
-# %% ../nbs/08_monitors.ipynb #6ff25854
+# %% ../nbs/08_monitors.ipynb #5cc5b4c0
 SAMPLE = 4096  # elements of a tensor that stand for it where a pass over all would cost too much
+COUNTED = 1 << 18  # elements, or up to twice as many, that a histogram counts
 
 @torch.no_grad()
 def code_counts(y: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
-    "How many elements of a rounded tensor have each code, int64 [256] (the top 8 bits of longer codes)."
-    q = (y / scale).reshape(-1)
+    "How many elements of a rounded tensor have each code, int64 [256] (the top 8 bits of longer codes); of a large tensor, elements at equal distances."
+    rows = max(1, y.numel() // COUNTED)
+    q = y.reshape(-1)[::rows].float() / (scale.expand(y.shape).reshape(-1)[::rows] if scale.dim() else scale)
     step, bins = Q.CHUNK if q.device.type == "cpu" else max(1, q.numel()), 0
     for a in range(0, q.numel(), step): bins = bins + _count_bins(_bins(q[a : a + step], fmt), 2 * fmt.magnitudes + 2)
     counts = _histogram(bins, (q != q).sum(), fmt)
@@ -313,7 +359,7 @@ class Parcel:
         ends = np.cumsum([p.numel() for p in self.parts.values()])
         return {name: part.reshape(tuple(p.shape)) for (name, p), part in zip(self.parts.items(), np.split(flat, ends[:-1]))}
 
-# %% ../nbs/08_monitors.ipynb #23b66fcd
+# %% ../nbs/08_monitors.ipynb #a6ca0b86
 class PointCounts:
     "What the points of a model round between `start` and `stop`; micro-batches are added up."
     def __init__(self, model: nn.Module):
@@ -323,13 +369,17 @@ class PointCounts:
     def start(self, histogram: bool) -> None:
         "Begins to watch; with `histogram` also counts codes."
         self.sums, self.scales, self.samples, self.codes, self.histogram = {}, {}, {}, {}, histogram
-        for key, q in self.points.items(): q.probe = partial(self._enter, key)
+        for key, q in self.points.items(): q.probe = partial(self._round, key)
         self.counts = {name: m.weight.how["counts"].clone() for name, m in self.on_grid.items()}
 
-    def _enter(self, key: tuple[str, str], x: Tensor, y: Tensor, scale: Tensor) -> None:
-        fmt = self.points[key].precision.format
-        if isinstance(x, GridTensor): x, y = x.dequantize(), y.dequantize()
-        new, old = rounding_sums(x, y, scale, fmt), self.sums.get(key)
+    def _round(self, key: tuple[str, str], x: Tensor, scale: Tensor, random: int | Tensor | None) -> Tensor:
+        "What the point would return."
+        y, sums = round_and_sum(x.detach(), self.points[key].precision, scale, random)
+        self._enter(key, x.detach(), y, scale, sums)
+        return y
+
+    def _enter(self, key: tuple[str, str], x: Tensor, y: Tensor, scale: Tensor, new: Tensor) -> None:
+        fmt, old = self.points[key].precision.format, self.sums.get(key)
         self.sums[key] = new if old is None else torch.cat([old[:8] + new[:8], torch.maximum(old[8:9], new[8:9]), old[9:] + new[9:]])
         self.scales[key] = scale.float().mean()
         s = _sample_scale(scale, x.shape)
@@ -340,7 +390,8 @@ class PointCounts:
         "Ends watching and puts everything into the parcel."
         for q in self.points.values(): q.probe = None
         for name, m in self.on_grid.items():
-            self._enter((name, "weight"), m.weight.data, m.weight.data, m.weight.scale)
+            w, s = m.weight.data.dequantize(), m.weight.data.scale
+            self._enter((name, "weight"), w, w, s, rounding_sums(w, w, s, m.weight_format))
             self.sums[name, "weight"][:2] = (m.weight.how["counts"] - self.counts[name])[1:3]
         for key in self.sums:
             parcel["sums", *key], parcel["scale", *key] = self.sums[key], self.scales[key]
@@ -415,19 +466,19 @@ def update_sums(
     own = lambda s: s.float() if s.dim() > 1 else s.float().expand(rows)
     return _sums(_update_sums(how), (before, after, own(scale), own(scale_after)), Q._numbers(g, wide, before.device))[:3]
 
-# %% ../nbs/08_monitors.ipynb #f7171664
+# %% ../nbs/08_monitors.ipynb #342b2e8e
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @cache
 def _quantiles(device: torch.device) -> Tensor: return torch.tensor(QUANTILES, device=device)
 
-def _plain_weight(w: Tensor) -> Tensor: return w.data.dequantize() if isinstance(w.data, GridTensor) else w.detach().float().clone()
+def _plain_weight(w: Tensor) -> Tensor: return w.data.dequantize() if isinstance(w.data, GridTensor) else w.detach().float()
 
 def decay_rates(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, float]:
     "The factor by which decoupled weight decay shrinks each parameter in a step, by its identity."
     return {id(p): g["lr"] * g.get("weight_decay", 0.0) for o in optimizers for g in o.param_groups for p in g["params"]}
 
-# %% ../nbs/08_monitors.ipynb #7d017d9f
+# %% ../nbs/08_monitors.ipynb #266e2aea
 class UpdateCounts:
     "What an optimizer step does to the quantized weights of a model, between `start` and `stop`."
     def __init__(self, model: nn.Module):
@@ -437,7 +488,7 @@ class UpdateCounts:
     @torch.no_grad()
     def start(self) -> None:
         "Keeps the weights as they are."
-        self.old = {name: (_plain_weight(m.weight), m.weight_scale().clone()) for name, m in self.layers.items()}
+        self.old = {name: (_plain_weight(m.weight).clone(), m.weight_scale().clone()) for name, m in self.layers.items()}
         self.counts = {name: m.weight.data.how["counts"].clone() for name, m in self.layers.items() if isinstance(m.weight.data, GridTensor)}
 
     @torch.no_grad()
@@ -486,7 +537,7 @@ def update_metrics(
         if key[0] == "sizes": values |= {f"updates/{layer}/{name}": float(v) for layer, row in zip(key[1], table) for name, v in zip(names, row)}
     return values
 
-# %% ../nbs/08_monitors.ipynb #390d0966
+# %% ../nbs/08_monitors.ipynb #711be93c
 class GradientCounts:
     "Norms, signal-to-noise ratio and dead neurons of the linear layers' weight gradients."
     def __init__(
@@ -505,7 +556,7 @@ class GradientCounts:
         for name, m in self.layers.items():
             g = m.weight.grad
             if g is None: continue
-            rows = g.abs().amax(1)
+            rows = torch.linalg.vector_norm(g, math.inf, dim=1)
             before = self.silent.get(name, torch.zeros_like(rows)).to(rows.device)
             self.silent[name] = torch.where(rows < self.dead_below, before + 1, 0)
             dead = (self.silent[name] >= self.dead_after).float().mean()

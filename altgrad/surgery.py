@@ -72,7 +72,16 @@ def read_precision(
     name, *words = spec.split()
     return Precision(name, **_read_words(words))
 
-# %% ../nbs/07_surgery.ipynb #3af5fe93
+# %% ../nbs/07_surgery.ipynb #7363d2b1
+class _Watched(torch.autograd.Function):
+    "Lets the watcher round; the gradient passes straight through."
+    @staticmethod
+    def forward(ctx, x, scale, key, probe): return probe(x, scale, key)
+
+    @staticmethod
+    def backward(ctx, grad): return grad, None, None, None
+
+# %% ../nbs/07_surgery.ipynb #a5a7f5e6
 class Quantizer:
     "One point at work: rounds the tensors that come by, one after another."
     def __init__(
@@ -84,7 +93,7 @@ class Quantizer:
         self.precision, self.seed, self.number, self.calls = precision, seed, number, 0
         memory = RECIPES[precision.scaling]
         self.scaling = memory and Scaling(precision.format, memory())
-        self.probe: Callable | None = None  # is given each tensor, the tensor rounded, and the scale
+        self.probe: Callable | None = None  # rounds each tensor, given with its scale and key, as this point would
         self.fit = False  # shrink a tensor that exceeds the format's range, as a whole, instead of clipping its largest elements
 
     def scale(self, x: Tensor, advance: bool = False) -> Tensor:
@@ -103,9 +112,8 @@ class Quantizer:
         if self.fit: x = x * (p.format.max * scale / x.detach().abs().amax()).clamp(max=1)
         key = rounding_key(self.seed, self.calls, self.number) if p.rounding == "stochastic" else None
         self.calls += advance
-        y = fake_quantize(x, p.format, scale, rounding=p.rounding, key=key)
-        if self.probe is not None and advance: self.probe(x.detach(), y.detach(), scale)
-        return y
+        if self.probe is not None and advance: return _Watched.apply(x, scale, key, self.probe)
+        return fake_quantize(x, p.format, scale, rounding=p.rounding, key=key)
 
     def __repr__(self) -> str: return f"Quantizer({self.precision})"
 
