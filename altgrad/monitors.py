@@ -12,7 +12,7 @@ __all__ = ['QUANTIZATION', 'UPDATES', 'GRADIENTS', 'SHADOW', 'ATTENTION', 'HEALT
            'read_histograms', 'series_of', 'histograms_of', 'plot_histogram_over_time', 'plot_ranges',
            'plot_stiffness_field', 'plot_by_layer']
 
-# %% ../nbs/08_monitors.ipynb #491ea4fc
+# %% ../nbs/08_monitors.ipynb #0c894cce
 import io
 import math
 import os
@@ -30,6 +30,7 @@ import altgrad.quantize as Q
 from .formats import COLORS, FP8Format, InputError, get_format, ulp, unit_in_first_place
 from .geometry import code_coordinate
 from .model import attention_entropy
+from .scaling import compute_scale
 from .statistics import _bins, _count_bins, _histogram
 from .storage import GridTensor
 from .surgery import Precision, QuantizedLinear, quantized_layers, quantizers
@@ -466,7 +467,7 @@ def update_sums(
     own = lambda s: s.float() if s.dim() > 1 else s.float().expand(rows)
     return _sums(_update_sums(how), (before, after, own(scale), own(scale_after)), Q._numbers(g, wide, before.device))[:3]
 
-# %% ../nbs/08_monitors.ipynb #342b2e8e
+# %% ../nbs/08_monitors.ipynb #1c90fb18
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @cache
@@ -474,11 +475,18 @@ def _quantiles(device: torch.device) -> Tensor: return torch.tensor(QUANTILES, d
 
 def _plain_weight(w: Tensor) -> Tensor: return w.data.dequantize() if isinstance(w.data, GridTensor) else w.detach().float()
 
+def _scale_now(m: QuantizedLinear) -> Tensor:
+    "The weight's scale; where the usual recipe makes it, from the two ends, which costs less than from the magnitudes."
+    point = m.points["weight"]
+    if isinstance(m.weight, GridTensor) or point.scaling is not None or point.precision.granularity != "tensor": return m.weight_scale()
+    low, high = m.weight.detach().aminmax()
+    return compute_scale(torch.maximum(-low, high), m.weight_format)
+
 def decay_rates(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, float]:
     "The factor by which decoupled weight decay shrinks each parameter in a step, by its identity."
     return {id(p): g["lr"] * g.get("weight_decay", 0.0) for o in optimizers for g in o.param_groups for p in g["params"]}
 
-# %% ../nbs/08_monitors.ipynb #266e2aea
+# %% ../nbs/08_monitors.ipynb #907ae980
 class UpdateCounts:
     "What an optimizer step does to the quantized weights of a model, between `start` and `stop`."
     def __init__(self, model: nn.Module):
@@ -488,7 +496,7 @@ class UpdateCounts:
     @torch.no_grad()
     def start(self) -> None:
         "Keeps the weights as they are."
-        self.old = {name: (_plain_weight(m.weight).clone(), m.weight_scale().clone()) for name, m in self.layers.items()}
+        self.old = {name: (_plain_weight(m.weight).clone(), _scale_now(m).clone()) for name, m in self.layers.items()}
         self.counts = {name: m.weight.data.how["counts"].clone() for name, m in self.layers.items() if isinstance(m.weight.data, GridTensor)}
 
     @torch.no_grad()
@@ -496,10 +504,13 @@ class UpdateCounts:
         "Compares, and puts everything into the parcel; `decay` is from `decay_rates`."
         samples = {}
         for name, m in self.layers.items():
-            w, s, fmt, on_grid = _plain_weight(m.weight), m.weight_scale(), m.weight_format, name in self.counts
+            w, s, fmt, on_grid = _plain_weight(m.weight), _scale_now(m), m.weight_format, name in self.counts
             sums = update_sums(self.old[name][0], w, self.old[name][1], s, fmt)
-            if on_grid: sums = torch.cat([(m.weight.data.how["counts"] - self.counts[name])[3:5].to(sums), sums[2:]])
-            parcel["updates", name, fmt, on_grid] = torch.cat([sums, sums.new_full((1,), w.numel())])
+            sums = torch.cat([sums, sums.new_full((1,), w.numel())])
+            if on_grid:  # a rule that writes a weight twice in a step updates it twice
+                n, _, _, moved, flips = (m.weight.data.how["counts"] - self.counts[name]).double()
+                sums = torch.stack([moved, flips, sums[2], torch.where(n > 0, n, sums[3])])
+            parcel["updates", name, fmt, on_grid] = sums
             shrink = decay.get(id(m.weight), 0.0) if on_grid and m.weight.data.how["rounding"] == "nearest" else 0.0
             samples[name] = sample(self.old[name][0]), sample(w), _sample_scale(self.old[name][1], w.shape), shrink
         for fmt, names in _by_format({n: m.weight_format for n, m in self.layers.items()}).items(): self._sizes(parcel, fmt, names, samples)
@@ -537,7 +548,7 @@ def update_metrics(
         if key[0] == "sizes": values |= {f"updates/{layer}/{name}": float(v) for layer, row in zip(key[1], table) for name, v in zip(names, row)}
     return values
 
-# %% ../nbs/08_monitors.ipynb #711be93c
+# %% ../nbs/08_monitors.ipynb #6fee7163
 class GradientCounts:
     "Norms, signal-to-noise ratio and dead neurons of the linear layers' weight gradients."
     def __init__(
@@ -556,7 +567,7 @@ class GradientCounts:
         for name, m in self.layers.items():
             g = m.weight.grad
             if g is None: continue
-            rows = torch.linalg.vector_norm(g, math.inf, dim=1)
+            rows = torch.maximum(g.amax(1), -g.amin(1))
             before = self.silent.get(name, torch.zeros_like(rows)).to(rows.device)
             self.silent[name] = torch.where(rows < self.dead_below, before + 1, 0)
             dead = (self.silent[name] >= self.dead_after).float().mean()
