@@ -486,7 +486,7 @@ def decay_rates(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, float]
     "The factor by which decoupled weight decay shrinks each parameter in a step, by its identity."
     return {id(p): g["lr"] * g.get("weight_decay", 0.0) for o in optimizers for g in o.param_groups for p in g["params"]}
 
-# %% ../nbs/08_monitors.ipynb #907ae980
+# %% ../nbs/08_monitors.ipynb #7e2d199b
 class UpdateCounts:
     "What an optimizer step does to the quantized weights of a model, between `start` and `stop`."
     def __init__(self, model: nn.Module):
@@ -525,8 +525,7 @@ class UpdateCounts:
         sizes = ((w2 - w) / s / ulp(fmt, w / s)).nan_to_num(0, 0, 0).quantile(_quantiles(w.device), dim=1).T
         shrink = torch.tensor([samples[n][3] for n in names]).to(w.device, non_blocking=True)[:, None]  # a blocking copy would wait
         z = w / s
-        stalled = (Q.fake_quantize(z * (1 - shrink), fmt) == z) & (z != 0)
-        stall = torch.where(shrink[:, 0] > 0, stalled.sum(1) / (z != 0).sum(1), torch.nan)
+        stall = torch.where(shrink[:, 0] > 0, ((Q.fake_quantize(z * (1 - shrink), fmt) == z) & (z != 0)).sum(1) / (z != 0).sum(1), torch.nan)
         parcel["sizes", tuple(names)] = torch.cat([sizes, moved[:, None], stall[:, None]], 1)
 
 # %% ../nbs/08_monitors.ipynb #4dfa1c63
