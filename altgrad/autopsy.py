@@ -7,14 +7,16 @@ __all__ = ['PATIENCE', 'WINDOW', 'LAG', 'ADVICE', 'Finding', 'leaves_range', 'ou
            'autopsy', 'plot_autopsy']
 
 # %% ../nbs/15c_autopsy.ipynb #0227cd36
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .formats import COLORS, InputError
-from .tracking import LossWatch, StoredRun
-from .watch import LIMITS, Tail, limits_of, parse_metric, state_of, value
+from .thresholds import Alarms
+from .tracking import StoredRun
+from .watch import LIMITS, Tail, limits_of, parse_metric, rows_of, state_of, value
 
 # %% ../nbs/15c_autopsy.ipynb #fcdcdac1
 PATIENCE = 5  # consecutive values beyond a limit
@@ -80,11 +82,13 @@ def symptoms(
     twin: dict[int, float] | None = None,  # step -> loss of a healthy run
 ) -> list[Finding]:
     "What the loss showed, in order of steps."
-    watch, found = LossWatch(), []
+    alarms, found = Alarms(), []
     for row in rows:
         loss = value(row, "loss")
         if loss is None and not any(f.what == "nonfinite" for f in found): found.append(Finding(row["step"], "nonfinite", "", "the loss is not finite"))
-        if watch.add(loss): found.append(Finding(row["step"], "divergence", "", f"the loss diverges: it is {loss:.3f}, its median was {watch.lowest:.3f}"))
+        for a in alarms.check(row["step"], math.nan if loss is None else loss):
+            if a.metric != "loss_rise": continue
+            found.append(Finding(row["step"], "divergence", "", f"the loss diverges: it rose by {a.value:.1%} in {alarms.thresholds.patience} steps"))
     losses = {row["step"]: loss for row in rows if (loss := value(row, "loss")) is not None}
     if twin and (step := first_lag(losses, twin)): found.append(Finding(step, "lag", "", f"the loss falls more than {LAG:.0%} behind its twin's"))
     return sorted(found)
@@ -146,7 +150,7 @@ def autopsy(
 ) -> Autopsy:
     "Examines a run; InputError where there is none, or no step was made."
     run = StoredRun(run_dir)
-    config, rows = run.stored_config(), Tail(run.metrics_file).read()
+    config, rows = run.stored_config(), rows_of(run)
     if config is None: raise InputError(f"{run.path} is not a run folder")
     if not rows: raise InputError(f"{run.path} has no step to examine; {state_of(run)}")
     twin = StoredRun(against) if against else _find_twin(run)

@@ -35,7 +35,8 @@ def find_config(
     return make_config(changes or {}, found)
 
 # %% ../nbs/14_experiment.ipynb #1297274b
-_MAY_DIFFER = {"name", "format", "storage", "rule", "rule_lr", "power", "placement", "damping", "floor_octaves"}
+_MAY_DIFFER = {"name", "format", "storage", "rule", "rule_lr", "power", "placement", "damping", "floor_octaves", "activation", "gradient",
+               "weight_gradient", "head", "rules"}
 
 def check_arms(configs: list[TrainConfig]) -> None:
     "InputError unless the configs have different names and agree in everything but format, storage and update rule."

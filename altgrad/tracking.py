@@ -4,25 +4,22 @@
 
 # %% auto #0
 __all__ = ['MIRRORS', 'json_line', 'versions', 'machine', 'git_commit', 'StoredRun', 'RunFolder', 'read_jsonl', 'MetricsLog',
-           'read_series', 'LossWatch', 'Mirror', 'read_wandb']
+           'Mirror', 'read_wandb']
 
 # %% ../nbs/12_tracking.ipynb #ad69ba87
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
 import platform
 import queue
 import secrets
-import statistics
 import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -198,14 +195,12 @@ class RunFolder(_Locked):
         self,
         steps: int,  # at most `whole_steps()`
     ) -> None:
-        "Drops the lines after `steps`, which a continued run will write again, and their series."
+        "Drops the lines after `steps`, which a continued run will write again."
         try:
             with open(self.metrics_file, "ab") as file:
                 file.truncate([0, *_line_ends(self.metrics_file)][steps])
                 os.fsync(file.fileno())
         except OSError as e: raise WriteError(f"cannot write {self.metrics_file}: {e.strerror}") from None
-        for path in self.series_folder.glob("*.parquet"):
-            if int(path.stem.partition("-")[2]) > steps: path.unlink()
 
 # %% ../nbs/12_tracking.ipynb #e92034a2
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -228,18 +223,14 @@ def _line_ends(path: Path) -> list[int]:
         ends.append(at := at + len(line))
     return ends
 
-# %% ../nbs/12_tracking.ipynb #5517470e
+# %% ../nbs/12_tracking.ipynb #98f349e6
 class MetricsLog:
-    "Appends rows to a run's metrics.jsonl and lists of numbers to its series; WriteError where that is not possible."
-    def __init__(self, folder: RunFolder):
-        self.folder, self.file, self.arrays = folder, open(folder.metrics_file, "ab", buffering=0), []
-        self.parquet = importlib.util.find_spec("pyarrow") is not None  # without it the lists stay in the lines
+    "Appends rows to a run's metrics.jsonl; WriteError where that is not possible."
+    def __init__(self, folder: RunFolder): self.folder, self.file = folder, open(folder.metrics_file, "ab", buffering=0)
 
     def append(self, row: dict[str, Any]) -> None:
         "Writes one row; it is in the file when this returns."
-        lists = {key: list(value) for key, value in row.items() if self.parquet and key != "events" and isinstance(value, (list, tuple))}
-        self.arrays += [(row["step"], key, value) for key, value in lists.items()]
-        data = memoryview(json_line({key: value for key, value in row.items() if key not in lists}).encode() + b"\n")
+        data = memoryview(json_line(row).encode() + b"\n")
         try:
             while data: data = data[self.file.write(data):]
         except OSError as e: raise WriteError(f"cannot write {self.folder.metrics_file}: {e.strerror}") from None
@@ -248,55 +239,9 @@ class MetricsLog:
         "Forces everything so far to the disk: to be called before a checkpoint that relies on it."
         try: os.fsync(self.file.fileno())
         except OSError as e: raise WriteError(f"cannot write {self.folder.metrics_file}: {e.strerror}") from None
-        if self.arrays: _write_series(self.folder.series_folder, self.arrays)
-        self.arrays = []
 
     def __enter__(self) -> "MetricsLog": return self
     def __exit__(self, *_): self.file.close()
-
-# %% ../nbs/12_tracking.ipynb #92e68233
-def _write_series(
-    folder: Path,
-    arrays: list[tuple[int, str, list[float]]],  # step, metric, numbers
-) -> None:
-    "Writes lists of numbers as `<first step>-<last step>.parquet`."
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    steps, names, values = zip(*arrays)
-    table = pa.table({"step": pa.array(steps, pa.int64()), "metric": pa.array(names).dictionary_encode(), "values": pa.array(values, pa.list_(pa.float64()))})
-    try: folder.mkdir(exist_ok=True)
-    except OSError as e: raise WriteError(f"cannot create {folder}: {e.strerror}") from None
-    write_atomic(folder / f"{min(steps):08d}-{max(steps):08d}.parquet", lambda file: pq.write_table(table, file, compression="zstd"))
-
-def read_series(
-    run: StoredRun,
-) -> dict[str, dict[int, list[float]]]:  # metric -> step -> numbers, up to the last checkpoint
-    "The lists of numbers of a run."
-    found: dict[str, dict[int, list[float]]] = {}
-    for path in sorted(run.series_folder.glob("*.parquet")):
-        import pyarrow.parquet as pq
-        for row in pq.read_table(path).to_pylist(): found.setdefault(row["metric"], {})[row["step"]] = row["values"]
-    return found
-
-# %% ../nbs/12_tracking.ipynb #600b2f53
-class LossWatch:
-    "Says when the median of the last `patience` losses has risen by the share `rise` above its lowest."
-    def __init__(self, patience: int = 20, rise: float = 0.1):
-        self.window, self.rise, self.lowest, self.high = deque(maxlen=patience), rise, math.inf, False
-
-    def add(
-        self,
-        loss: float | None,  # of the next step; passed over where it is None or not finite
-    ) -> bool:
-        "Whether the loss began to diverge with this step."
-        if loss is None or not math.isfinite(loss): return False
-        self.window.append(loss)
-        if len(self.window) < self.window.maxlen: return False
-        median, before = statistics.median(self.window), self.high
-        self.lowest = min(self.lowest, median)
-        self.high = median > self.lowest * (1 + self.rise)
-        return self.high and not before
 
 # %% ../nbs/12_tracking.ipynb #b6d51c11
 MIRRORS = ("offline", "online", "off")

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['RULES', 'MAX_NONFINITE', 'ANOMALIES', 'TrainConfig', 'make_config', 'load_config', 'resolve_device', 'fast_bfloat16',
            'resolve_compute_dtype', 'lr_at', 'make_optimizers', 'make_model', 'perplexity', 'Trainer', 'succeeded',
-           'is_finished', 'evaluate']
+           'is_finished', 'Watch', 'evaluate']
 
 # %% ../nbs/13_trainer.ipynb #9db11c3c
+import io
 import math
 import statistics
 import sys
@@ -27,16 +28,19 @@ from .checkpoint import MAX_ANOMALIES, pack_state, seed_everything, unpack_state
 from .data import Corpus, get_batch, load_corpus, validation_windows
 from .formats import InputError, get_format, unknown
 from .model import GPT, loss_of, preset
-from .monitors import WeightMonitor, bit_histogram
+from .monitors import Monitors, SeriesLog, WeightMonitor, bit_histogram, compiles, memory_bytes
 from .optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
+from .shadow import Shadow, shadow_metrics
 from .storage import STORAGES, GridTensor, store_on_grid
-from .surgery import SKIP, quantize_model, quantized_layers
-from .tracking import MIRRORS, LossWatch, MetricsLog, Mirror, RunFolder, git_commit, machine, versions
+from .surgery import (SKIP, LayerPrecisionRule, PrecisionConfig, clamp_outliers, load_points_state, parse_rules, points_state, quantize_model,
+                             quantized_layers, read_precision, round_weight_gradients)
+from .thresholds import Alarms, Interventions, converged
+from .tracking import MIRRORS, MetricsLog, Mirror, RunFolder, git_commit, machine, versions
 
-# %% ../nbs/13_trainer.ipynb #183859e4
+# %% ../nbs/13_trainer.ipynb #bcd7259e
 @dataclass(frozen=True)
-class TrainConfig:
-    "Everything that determines a run; YAML in and out."
+class _Basics:
+    "What every run has; the first fields of `TrainConfig`."
     name: str = "run"  # name of the run's folder
     format: str | None = "bfloat16"  # format of the linear layers' weights; null trains without quantization
     model: str = "gpt-tiny"  # name of a preset
@@ -68,18 +72,36 @@ class TrainConfig:
     device: str = "auto"  # auto (CUDA if there is one), cpu, cuda, cuda:<n>
     compute_dtype: str = "auto"  # auto, float32, bfloat16: of matrix products
 
+# %% ../nbs/13_trainer.ipynb #08bf72b1
+@dataclass(frozen=True)
+class TrainConfig(_Basics):
+    "Everything that determines a run; YAML in and out. First the fields above, then what is off unless asked for."
+    activation: str | None = None  # how the linear layers' inputs are rounded: a format, then words such as "delayed stochastic"; null: not at all
+    gradient: str | None = None  # their outputs' gradients, e.g. "E5M2 stochastic"
+    weight_gradient: str | None = None  # their weights' gradients, before the optimizer's step
+    head: str | None = None  # format of the head's weight at its use; null keeps the head in high precision
+    rules: str | None = None  # before all that, for single layers: "blocks.0.*: weight=E3M4, gradient=E5M2; blocks.3.mlp.*:"
+    residual_clamp: float | None = None  # limit of what a block adds to the residual stream, in root mean squares; null for none
+    accumulation: str | None = None  # rescaled: micro-batches' gradients are rounded at full size, and their sum is divided; null: each is divided first
+    monitor_every: int | None = None  # updates between full measurements; 0: 1 with a compiler, 10 without; null: overflow, underflow and stall only
+    shadow_every: int | None = None  # measured updates between FP32 shadows; null for none
+    interventions: str | None = None  # fit_gradients, move_bit, or both with a comma; null for none
+    converge_window: int | None = None  # evaluations by which the end of learning is judged, see `converged`; null: all updates are made
+
     def __post_init__(self): _check_config(self)
 
     def to_yaml(self) -> str:
         "The config as YAML, in the order of the fields."
         return yaml.safe_dump(asdict(self), sort_keys=False)
 
-# %% ../nbs/13_trainer.ipynb #a2e934d7
+# %% ../nbs/13_trainer.ipynb #3251a17e
 RULES = ("adamw", "stiffness_adamw", "stiffness_sgd", "riemannian_adamw", "madam", "grid_sgd", "muon")
 _AT_LEAST = dict(max_steps=1, batch_size=1, block_size=1, grad_accum=1, lr=0, min_lr_ratio=0, warmup_steps=0, weight_decay=0,
-                 beta1=0, beta2=0, grad_clip=0, dropout=0, rule_lr=0, damping=0, floor_octaves=0, eval_every=1, eval_windows=1, checkpoint_every=1, seed=0)
+                 beta1=0, beta2=0, grad_clip=0, dropout=0, rule_lr=0, damping=0, floor_octaves=0, eval_every=1, eval_windows=1, checkpoint_every=1, seed=0,
+                 residual_clamp=0, monitor_every=0, shadow_every=1, converge_window=3)
 _BELOW = dict(beta1=1, beta2=1, dropout=1, seed=2**63)
 
+# %% ../nbs/13_trainer.ipynb #b352d65b
 def _check_config(c: TrainConfig) -> None:
     "InputError for a value of the wrong type or outside its range."
     for f in fields(c):
@@ -101,14 +123,31 @@ def _check_config(c: TrainConfig) -> None:
     if c.format is None and (c.rule != "adamw" or c.storage != "master"): raise InputError("a rule or a storage needs a format; format is null")
     _one_of("compute_dtype", c.compute_dtype, ("auto", "float32", "bfloat16"))
     if not c.device.startswith("cuda:"): _one_of("device", c.device, ("auto", "cpu", "cuda", "cuda:<n>"))
+    _check_points(c)
+
+# %% ../nbs/13_trainer.ipynb #0b9c7704
+def _check_points(c: TrainConfig) -> None:
+    "InputError for points that cannot be read, or that nothing would use."
+    for key in ("activation", "gradient", "weight_gradient", "head"):
+        read_precision(getattr(c, key))
+        if getattr(c, key) is not None and c.storage == "fp32": raise InputError(f"{key} needs a storage that is quantized; storage is fp32")
+    parse_rules(c.rules)
+    Interventions(nn.Module(), [], _words(c.interventions))
+    if c.accumulation is not None: _one_of("accumulation", c.accumulation, ("rescaled",))
+    if c.residual_clamp == 0: raise InputError("residual_clamp must be above 0, or null")
+    if (c.shadow_every or c.interventions) and c.monitor_every is None: raise InputError("shadow_every and interventions need monitor_every")
+
+def _words(text: str | None) -> list[str]: return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 def _one_of(kind: str, given: str, allowed: tuple[str, ...]) -> None:
     if given not in allowed: raise unknown(kind, given, allowed)
 
-# %% ../nbs/13_trainer.ipynb #fe307f52
+# %% ../nbs/13_trainer.ipynb #9a24c025
 def _types(key: str) -> tuple[type, ...]:
     "The types that a field accepts."
-    return {"str": (str,), "str | None": (str, type(None)), "int": (int,), "float": (float,), "float | None": (float, type(None))}[_ANNOTATIONS[key]]
+    plain = {"str": str, "int": int, "float": float}
+    name, _, rest = _ANNOTATIONS[key].partition(" | ")
+    return (plain[name], type(None)) if rest else (plain[name],)
 
 _ANNOTATIONS = {f.name: f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type)) for f in fields(TrainConfig)}
 
@@ -224,6 +263,13 @@ def make_optimizers(model: nn.Module, c: TrainConfig) -> list[torch.optim.Optimi
     return optimizers
 
 # %% ../nbs/13_trainer.ipynb #791d10fe
+def _quantize(model: GPT, c: TrainConfig) -> None:
+    "Gives the model the points of the config: its rules first, then the head's if it has any, then everyone's."
+    both = {"activation": c.activation, "gradient": c.gradient}
+    head = [LayerPrecisionRule("lm_head", c.head, **both)] if c.head else []
+    everyone = LayerPrecisionRule("*", c.format, weight_gradient=c.weight_gradient, **both)
+    quantize_model(model, config=PrecisionConfig([*parse_rules(c.rules), *head, everyone]), skip=() if head else SKIP, seed=c.seed)
+
 def make_model(
     c: TrainConfig,
     vocab_size: int,  # of the tokenizer
@@ -232,7 +278,8 @@ def make_model(
     "The run's GPT with its initial weights, quantized if the config names a format."
     torch.manual_seed(c.seed)
     model = GPT(preset(c.model, vocab_size=vocab_size, block_size=c.block_size, dropout=c.dropout)).to(device)
-    if c.format is not None and c.storage != "fp32": quantize_model(model, c.format)
+    if c.storage != "fp32" and any((c.format, c.activation, c.gradient, c.weight_gradient, c.head, c.rules)): _quantize(model, c)
+    if c.residual_clamp is not None: clamp_outliers(model, "blocks.*.proj", c.residual_clamp)
     if c.format is not None and c.storage not in ("fp32", "master"): store_on_grid(model, c.storage, c.seed)
     return model
 
@@ -300,7 +347,7 @@ class Trainer:
         except _Stopped as e: reason = str(e)
         results = _results(self)
         if reason == "finished": reason += _blemish(results)
-        _write_record(self, reason, continued_from_step=start, results=results, bit_histogram=bit_histogram(self.model))
+        _write_record(self, reason, continued_from_step=start, results=results, bit_histogram=bit_histogram(self.model), **self.watch.facts())
         return self.folder.record()
 
 # %% ../nbs/13_trainer.ipynb #b2072497
@@ -324,6 +371,100 @@ def is_finished(record: dict[str, Any]) -> bool:
     "Whether a run made all its steps, or stopped for a reason that would stop it again."
     return record.get("exit_reason", "").startswith(("finished", "stopped"))
 
+# %% ../nbs/13_trainer.ipynb #93f27113
+class _Kept:
+    "What of a `Watch` is kept: in a checkpoint, in files, in the record."
+    def flush(self) -> None:
+        "Writes the series measured so far; before each checkpoint, so that after a restart no step is missing or there twice."
+        if self.series: self.series.flush()
+
+    def go_on(self, step: int) -> None:
+        "Takes up a run after `step` updates: its evaluations so far, and no series beyond."
+        self.evaluations = [(row["step"], row["val_loss"]) for row in self.folder.metrics() if row.get("val_loss") is not None]
+        if self.series: self.series.keep(step)
+
+    def has_converged(self) -> bool:
+        "Whether the last `converge_window` evaluations say that learning is over."
+        last = self.evaluations[-(self.config.converge_window or 0) :]
+        return self.config.converge_window is not None and len(last) == self.config.converge_window and converged(*zip(*last))
+
+    def facts(self) -> dict[str, Any]:
+        "What the record says of a run that was watched; nothing of one that was not."
+        if not self.monitors: return {}
+        return {"monitors": {"every": self.monitors.every, "compiled": compiles(), "events": [str(e) for e in self.events]}}
+
+    def _parts(self) -> dict[str, Any]:
+        return {k: v for k, v in (("alarms", self.alarms), ("monitors", self.monitors), ("interventions", self.interventions)) if v}
+
+    def state_dict(self) -> dict[str, Any]:
+        "What a checkpoint needs, as plain values and tensors."
+        return {"points": points_state(self.model), **{key: part.state_dict() for key, part in self._parts().items()}}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        "Goes on where `state_dict` was called; a checkpoint without such a state leaves everything as it is."
+        if state is None: return
+        load_points_state(self.model, state["points"])
+        for key, part in self._parts().items(): part.load_state_dict(state[key])
+
+    def restore_formats(self, checkpoint: bytes) -> None:
+        "Gives the model the formats that interventions had given it when the checkpoint was made; before it is loaded."
+        try: state = torch.load(io.BytesIO(checkpoint), map_location=self.device, weights_only=True)["extra"]["watch"]
+        except Exception: return  # loading it will say what is wrong
+        self.interventions.load_state_dict(state["interventions"])
+
+# %% ../nbs/13_trainer.ipynb #e361bfc4
+class Watch(_Kept):
+    "All that looks at the steps of a run, and what a checkpoint must keep of it."
+    def __init__(self, trainer: "Trainer"):
+        c, self.model = trainer.config, trainer.model
+        self.config, self.folder, self.device = c, trainer.folder, trainer.device
+        self.monitors = self.shadow = self.series = self.interventions = None
+        self.alarms, self.evaluations, self.events = Alarms(), [], []
+        if c.monitor_every is None: return
+        self.monitors, self.series = Monitors(self.model, trainer.optimizers, c.monitor_every or None), SeriesLog(trainer.folder.path / "series")
+        if c.shadow_every:
+            self.shadow = Shadow(self.model, c.shadow_every)
+            self.monitors.readers.append(shadow_metrics)
+        if c.interventions: self.interventions = Interventions(self.model, trainer.optimizers, _words(c.interventions))
+
+    def start(self) -> None:
+        "Looks at the weights before the first step."
+        self.weights = WeightMonitor(self.model) if self.monitors is None else None
+
+    def begin(self, step: int) -> None:
+        "Before the forward pass of a step."
+        self.step = step
+        if self.monitors: self.monitors.begin(step)
+        if self.shadow: self.shadow.begin(step)
+
+    def gradients(self, batches: list) -> None:
+        "After the backward pass of all micro-batches, before clipping."
+        if not (self.monitors and self.monitors.active): return
+        self.monitors.gradients()
+        if self.shadow: self.shadow.measure(batches, self.monitors.parcel)
+
+    def end(self, row: dict[str, Any]) -> dict[str, Any]:
+        "After the update: the row, with what was measured."
+        measured = self.monitors.end() if self.monitors else None
+        row = row | (self.weights.measure() if self.weights else _measured(measured, row, self.config, self.device))
+        if self.series: self.series.append(measured)
+        alerts = self.alarms.check(self.step, row["loss"], measured)
+        events = self.interventions.act(self.step, not row.get("skipped"), measured) if self.interventions else []
+        self.events += events
+        if alerts: row["alerts"] = [{"metric": a.metric, "value": a.value if math.isfinite(a.value) else str(a.value), "limit": a.limit} for a in alerts]
+        told = [{"kind": "intervention", "layer": e.where, "metric": e.what, "text": str(e)} for e in events]
+        return row | ({"events": told} if told else {})
+
+# %% ../nbs/13_trainer.ipynb #4eaedd51
+def _measured(m: Any, row: dict[str, Any], c: TrainConfig, device: torch.device) -> dict[str, Any]:
+    "What a measurement adds to a row; the three names that every run has are there too."
+    if not m.values: return {}
+    values, first = m.overall(), {"memory_bytes": memory_bytes(device)}
+    for name in ("overflow_rate", "underflow_rate"): first[name] = values.get(f"quantization/all/weight/{name}")
+    first["bit_stall_rate"] = values.get("updates/all/bit_stall_rate", values.get("updates/all/code_unchanged_rate"))
+    clipped = {"gradients/all/clipped": float(row["grad_norm"] > c.grad_clip)} if c.grad_clip else {}
+    return first | values | clipped
+
 # %% ../nbs/13_trainer.ipynb #49e35412
 def _autocast(trainer: Trainer):
     return torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.dtype == torch.bfloat16)
@@ -346,13 +487,25 @@ def _gradient(trainer: Trainer, step: int) -> tuple[float, float]:
     "Accumulates the gradient of one update, clipped; mean loss, and the norm before clipping."
     c, loss = trainer.config, 0.0
     for optimizer in trainer.optimizers: optimizer.zero_grad(set_to_none=True)
+    batches = []
     for micro in range(c.grad_accum):
-        x, y = get_batch(trainer.corpus.train, c.batch_size, c.block_size, c.seed, step, micro)
-        with _autocast(trainer): part = loss_of(trainer.model, x.to(trainer.device), y.to(trainer.device)) / c.grad_accum
-        part.backward()
-        loss += part.item()
+        x, y = (t.to(trainer.device) for t in get_batch(trainer.corpus.train, c.batch_size, c.block_size, c.seed, step, micro))
+        with _autocast(trainer): whole = loss_of(trainer.model, x, y)
+        part = whole / c.grad_accum
+        (whole if c.accumulation == "rescaled" else part).backward()
+        loss += part.detach().double()
+        if trainer.watch.shadow: batches.append((x, y))
+    _finish_gradient(trainer)
+    trainer.watch.gradients(batches)
     norm = nn.utils.clip_grad_norm_(trainer.model.parameters(), c.grad_clip or math.inf)
-    return loss, norm.item()
+    return tuple(torch.stack([loss, norm.double()]).tolist())  # the step's decision, skip or not, needs these two; nothing else waits
+
+def _finish_gradient(trainer: Trainer) -> None:
+    "Divides what was accumulated at full size, and rounds weight gradients where the config says so."
+    if trainer.config.accumulation == "rescaled":
+        for p in trainer.model.parameters():
+            if p.grad is not None: p.grad.div_(trainer.config.grad_accum)
+    if trainer.config.weight_gradient or trainer.config.rules: round_weight_gradients(trainer.model)
 
 # %% ../nbs/13_trainer.ipynb #09c539fb
 def _update(trainer: Trainer, step: int) -> dict[str, Any]:
@@ -369,13 +522,15 @@ def _update(trainer: Trainer, step: int) -> dict[str, Any]:
 # %% ../nbs/13_trainer.ipynb #1640ba39
 def _steps(trainer: Trainer, start: int) -> Iterator[dict[str, Any]]:
     "Makes the updates after `start` and yields a row for each; checkpoints once the row is taken."
-    c, monitor = trainer.config, trainer.monitor
+    c, watch = trainer.config, trainer.watch
+    watch.start()
     tokens = c.batch_size * c.block_size * c.grad_accum
     trainer.model.train()
     before, started = trainer.seconds, time.perf_counter()
     for step in range(start + 1, c.max_steps + 1):
         began = time.perf_counter()
-        row = _update(trainer, step) | monitor.measure()
+        watch.begin(step)
+        row = watch.end(_update(trainer, step))
         seconds = time.perf_counter() - began
         trainer.seconds = before + time.perf_counter() - started
         trainer.skipped = trainer.skipped + 1 if row.get("skipped") else 0
@@ -384,11 +539,14 @@ def _steps(trainer: Trainer, start: int) -> Iterator[dict[str, Any]]:
         if step % c.eval_every == 0 or step == c.max_steps:
             loss = evaluate(trainer)
             row |= {"val_loss": loss, "val_perplexity": perplexity(loss)}
+            watch.evaluations.append((step, loss))
         row = _with_events(trainer, row)
         yield row
         _keep(trainer, row)
         if trainer.skipped >= MAX_NONFINITE:
             raise _Stopped(f"stopped at step {step}: loss or gradient not finite in {MAX_NONFINITE} consecutive updates")
+        if "val_loss" in row and watch.has_converged():
+            raise _Stopped(f"finished at step {step}: converged, judged by the last {c.converge_window} evaluations")
 
 # %% ../nbs/13_trainer.ipynb #f5744f0d
 ANOMALIES = ("nonfinite", "divergence")  # kinds of events that leave a checkpoint
@@ -400,14 +558,14 @@ def _with_events(trainer: Trainer, row: dict[str, Any]) -> dict[str, Any]:
     if trainer.skipped == 1:
         metric = "grad_norm" if math.isfinite(row["loss"]) else "loss"
         found.append({"kind": "nonfinite", "metric": metric, "value": row[metric], "text": "the update was skipped"})
-    if trainer.losses.add(row["loss"]): found.append({"kind": "divergence", "metric": "loss", "value": row["loss"], "text": "the loss has been rising"})
+    if any(a["metric"] == "loss_rise" for a in row.get("alerts", ())):
+        found.append({"kind": "divergence", "metric": "loss", "value": row["loss"], "text": "the loss has been rising"})
     return {**row, "events": found} if found else row
 
 def _save(trainer: Trainer, step: int, val_loss: float | None = None, anomaly: str | None = None, **extra: Any) -> None:
     "Writes a checkpoint, after the metrics that it relies on."
-    trainer.log.settle()
-    if hasattr(trainer.monitor, "state_dict"): extra["monitor"] = trainer.monitor.state_dict()
-    data = pack_state(trainer.model, trainer.optimizers, step, seconds=trainer.seconds, skipped=trainer.skipped, **extra)
+    trainer.log.settle(), trainer.watch.flush()
+    data = pack_state(trainer.model, trainer.optimizers, step, seconds=trainer.seconds, skipped=trainer.skipped, watch=trainer.watch.state_dict(), **extra)
     trainer.folder.checkpoints.save(data, step, val_loss, anomaly)
 
 def _keep(trainer: Trainer, row: dict[str, Any]) -> None:
@@ -437,6 +595,7 @@ def _build(trainer: Trainer) -> None:
     trainer.model = make_model(trainer.config, trainer.corpus.vocab_size, trainer.device)
     trainer.optimizers = make_optimizers(trainer.model, trainer.config)
     trainer.seconds, trainer.skipped, trainer.finished_steps = 0.0, 0, 0
+    trainer.watch = Watch(trainer)
 
 def _start(trainer: Trainer) -> int:
     "Makes the folder, or takes up the checkpoint in it and drops what was written after it; the number of updates already made."
@@ -445,18 +604,14 @@ def _start(trainer: Trainer) -> int:
     if trainer.finished_steps or folder.checkpoints.entries(): _build(trainer)
     seed_everything(trainer.config.seed)
     if found := folder.checkpoints.newest(folder.whole_steps()):
+        if trainer.config.interventions: trainer.watch.restore_formats(found[1])
         start, extra = unpack_state(found[1], found[0]["file"], trainer.model, trainer.optimizers)
         trainer.seconds, trainer.skipped = extra["seconds"], extra["skipped"]
+        trainer.watch.load_state_dict(extra.get("watch"))
     folder.checkpoints.rewind(start), folder.keep_metrics(start)
-    _take_up(trainer, extra)
+    trainer.watch.go_on(start)
     _write_record(trainer, "running")
     return start
-
-def _take_up(trainer: Trainer, extra: dict[str, Any]) -> None:
-    "Makes what watches the run, in the state that a checkpoint's `extra` and the rows before it tell."
-    trainer.monitor, trainer.losses = WeightMonitor(trainer.model), LossWatch()
-    if "monitor" in extra: trainer.monitor.load_state_dict(extra["monitor"])
-    for row in trainer.folder.metrics(): trainer.losses.add(row["loss"])
 
 def _plain(dtype: torch.dtype) -> str: return str(dtype).removeprefix("torch.")
 
@@ -475,6 +630,7 @@ def _write_record(trainer: Trainer, exit_reason: str, **more: Any) -> None:
 # %% ../nbs/13_trainer.ipynb #bde7ed69
 def _results(trainer: Trainer) -> dict[str, Any]:
     "The run in a few numbers, computed from its metrics: final validation loss, medians and means over steps."
+    trainer.watch.flush()
     rows = trainer.folder.metrics()
     column = lambda key: [row[key] for row in rows if row.get(key) is not None]
     mean = lambda key: statistics.fmean(column(key)) if column(key) else None

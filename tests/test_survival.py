@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from altgrad.formats import EIGHT_BIT, InputError
-from altgrad.tracking import RunFolder, read_series, read_wandb
+from altgrad.tracking import RunFolder, read_wandb
 
 ALTGRAD = str(Path(sys.executable).parent / "altgrad")
 SMALL = dict(format="E4M3", max_steps=9, batch_size=2, block_size=16, warmup_steps=2, eval_every=4, eval_windows=4, checkpoint_every=3,
@@ -147,7 +147,7 @@ def outcome(folder: Path) -> dict:
     states = {e["file"]: bits(torch.load(run.checkpoints.folder / e["file"], weights_only=True)) for e in entries}
     assert not [p for p in folder.rglob("*") if p.name.endswith(".tmp")]
     assert {p.name for p in run.checkpoints.folder.glob("*.pt")} == set(states)
-    return {"metrics": timeless(run.metrics()), "series": read_series(run), "record": timeless(run.record()), "entries": entries, "states": states}
+    return {"metrics": timeless(run.metrics()), "record": timeless(run.record()), "entries": entries, "states": states}
 
 
 def assert_same(folder: Path, whole: dict) -> None:
@@ -155,7 +155,7 @@ def assert_same(folder: Path, whole: dict) -> None:
     found = outcome(folder)
     found["record"]["name"] = whole["record"]["name"]
     assert [r["step"] for r in found["metrics"]] == list(range(1, len(whole["metrics"]) + 1)), "a step is missing or doubled"
-    for part in ("metrics", "series", "record", "entries"): assert found[part] == whole[part], part
+    for part in ("metrics", "record", "entries"): assert found[part] == whole[part], part
     for file, state in whole["states"].items():
         for part in state: assert found["states"][file][part] == state[part], f"{file}: {part}"
 
