@@ -34,7 +34,7 @@ from .shadow import Shadow, shadow_metrics
 from .storage import STORAGES, GridTensor, store_on_grid
 from .surgery import (SKIP, LayerPrecisionRule, PrecisionConfig, clamp_outliers, load_points_state, parse_rules, points_state, quantize_model,
                              quantized_layers, read_precision, round_weight_gradients)
-from .thresholds import Alarms, Interventions, converged
+from .thresholds import Alarms, Event, Interventions, converged
 from .tracking import MIRRORS, MetricsLog, Mirror, RunFolder, git_commit, machine, versions
 
 # %% ../nbs/13_trainer.ipynb #bcd7259e
@@ -452,10 +452,11 @@ class Watch(_Kept):
         events = self.interventions.act(self.step, not row.get("skipped"), measured) if self.interventions else []
         self.events += events
         if alerts: row["alerts"] = [{"metric": a.metric, "value": a.value if math.isfinite(a.value) else str(a.value), "limit": a.limit} for a in alerts]
-        told = [{"kind": "intervention", "layer": e.where, "metric": e.what, "text": str(e)} for e in events]
-        return row | ({"events": told} if told else {})
+        return row | ({"events": [_told(e) for e in events]} if events else {})
 
 # %% ../nbs/13_trainer.ipynb #4eaedd51
+def _told(e: Event) -> dict[str, Any]: return {"kind": "intervention", "layer": e.where, "metric": e.what, "text": str(e)}
+
 def _measured(m: Any, row: dict[str, Any], c: TrainConfig, device: torch.device) -> dict[str, Any]:
     "What a measurement adds to a row; the three names that every run has are there too."
     if not m.values: return {}
