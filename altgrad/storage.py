@@ -83,9 +83,9 @@ def _grown_scale(w: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
     needed = torch.ldexp(torch.ones_like(m), e - int(top[1]) + (m > float(top[0]))).float()
     return torch.where(w.abs().amax() > fmt.max * scale, needed, scale)
 
-def _write_counts(to: GridTensor, w: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    "Of a write of `w` as `codes`: weights, those beyond the range of the scale before it, those rounded to zero, those to be moved, those moved."
-    moved = w != to.latent()
+def _write_counts(to: GridTensor, before: Tensor, w: Tensor, codes: Tensor) -> Tensor:
+    "Of a write of `w` over the weights `before`: weights, those beyond the range of the scale, those rounded to zero, those to be moved, those moved."
+    moved = w != before
     return torch.stack([
         torch.full_like(moved.sum(), w.numel()),
         (w.abs() > to.fmt.max * to.scale).sum(),
@@ -114,11 +114,12 @@ def write(
 ) -> None:
     "Rounds `w` into `to`, growing its scale where that is needed; what is not finite leaves its code as it was."
     how, fmt = to.how, to.how["fmt"]
-    w = torch.where(w.isfinite(), w, to.latent())
+    before = to.latent()
+    w = torch.where(w.isfinite(), w, before)
     scale = _grown_scale(w, to.scale, fmt)
     key = rounding_key(how["seed"], int(to.writes), how["tensor"])
     codes = pack(fake_quantize(w / scale, fmt, rounding=how["rounding"], key=key if how["rounding"] == "stochastic" else None), fmt)
-    how["counts"] += _write_counts(to, w, codes, scale)
+    how["counts"] += _write_counts(to, before, w, codes)
     if to.residual is not None: to.residual.copy_(_residual(to, w, codes, scale, key))
     to.codes.copy_(codes)
     to.rescales += scale > to.scale
