@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['POWERS', 'Weights', 'SMALLEST', 'read_ledger', 'arm_of', 'Study', 'is_frozen', 'build_study', 'Progress', 'progress',
            'progress_table', 'slope', 'minus', 'slope_over_fp32', 'gain', 'gain_over_fp32', 'contrast', 'bootstrap',
-           't_tail', 't_quantile', 'Variance', 'mean_variance', 'Effect', 'effect', 'holm', 'judge', 'equivalent',
-           'Verdict', 'positive', 'negative', 'below', 'all_equivalent', 'same_weights', 'trains', 'effect_text',
-           'candidates', 'best_rule', 'rule_text', 'slopes_on_tuning', 'Prediction', 'leave_one_out', 'Cost', 'costs',
-           'predict_costs', 'course', 'training_gap', 'metric', 'plot_parallel']
+           'Variance', 'mean_variance', 'Effect', 'effect', 'holm', 'judge', 'equivalent', 'Verdict', 'positive',
+           'negative', 'below', 'all_equivalent', 'same_weights', 'trains', 'effect_text', 'candidates', 'best_rule',
+           'rule_text', 'slopes_on_tuning', 'Prediction', 'leave_one_out', 'Cost', 'costs', 'predict_costs', 'course',
+           'training_gap', 'metric', 'plot_parallel']
 
 # %% ../nbs/14d_evidence.ipynb #ae7e7545
 import math
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Iterable, Mapping, NamedTuple
 
 import numpy as np
+from scipy.stats import t as student_t
 
 from .formats import COLORS, InputError
 from .instrument import Arm
@@ -225,32 +226,6 @@ def bootstrap(
     pairs, pieces = _draws(*d.shape, draws)
     return ((pairs @ d.reshape(-1, d.shape[2])) * pieces).sum(1)
 
-# %% ../nbs/14d_evidence.ipynb #95435938
-def t_tail(
-    t: float,
-    df: int,  # degrees of freedom, at least 1
-) -> float:  # P(|T| > |t|); good to about 1e-15
-    "The two-sided tail of Student's t: the finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4."
-    angle = math.atan(abs(t) / math.sqrt(df))
-    c = math.cos(angle)
-    term, total = (c, c if df > 1 else 0.0) if df % 2 else (1.0, 1.0)
-    for k in range(3 if df % 2 else 2, df - 1, 2):
-        term *= c * c * (k - 1) / k
-        total += term
-    inside = 2 / math.pi * (angle + math.sin(angle) * total) if df % 2 else math.sin(angle) * total
-    return max(0.0, 1 - inside)
-
-def t_quantile(
-    df: int,
-    level: float = 0.95,
-) -> float:  # t with P(|T| <= t) = level
-    "By bisection."
-    low, high = 0.0, 1e6
-    while high - low > 1e-10 * (1 + low):
-        middle = (low + high) / 2
-        low, high = (middle, high) if 1 - t_tail(middle, df) < level else (low, middle)
-    return high
-
 # %% ../nbs/14d_evidence.ipynb #761ce5cc
 class Variance(NamedTuple):
     "The variance of a mean over checkpoints and seeds."
@@ -299,8 +274,8 @@ def effect(
     if d.shape[1] < 2: return None
     pairs = d.mean(2)
     v, mean = mean_variance(pairs), float(pairs.mean())
-    half = t_quantile(v.df) * math.sqrt(v.of_mean)
-    p = t_tail(mean / math.sqrt(v.of_mean), v.df) if v.of_mean else float(mean == 0)
+    half = student_t.ppf(0.975, v.df) * math.sqrt(v.of_mean)
+    p = float(2 * student_t.sf(abs(mean) / math.sqrt(v.of_mean), v.df)) if v.of_mean else float(mean == 0)
     low, high = np.quantile(bootstrap(d, draws), (0.025, 0.975))
     return Effect(mean, (float(low), float(high)), (mean - half, mean + half), p, tuple(pairs.mean(1).tolist()), d.shape[1])
 
