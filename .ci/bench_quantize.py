@@ -30,7 +30,8 @@ from altgrad.checkpoint import write_atomic
 from altgrad.formats import FP8Format, InputError, get_format
 from altgrad.quantize import fake_quantize, rounding_key
 from altgrad.statistics import quantize_stats
-from altgrad.tracking import git_commit, machine, versions
+from altgrad.tracking import machine, versions
+from verify import code_commit
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "nbs/results/bench_quantize.json"
@@ -275,14 +276,6 @@ def worker(args: argparse.Namespace):
     check = {row.name: {"format": row.format, **differences(row, args.device)} for row in compared}
     quantize.set_path("auto")
     Path(args.part).write_text(json.dumps({"cases": cases, "libraries": found, "differences": check, "machine": machine(args.device)}), encoding="utf-8")
-
-
-def code_commit() -> str | None:
-    "The commit, with '+' where the code (not the results) differs from it."
-    commit = git_commit()
-    if commit is None: return None
-    changed = subprocess.run(["git", "-C", ROOT, "status", "--porcelain", "--", "altgrad", ".ci"], capture_output=True, text=True).stdout.strip()
-    return commit.rstrip("+") + "+" * bool(changed)
 
 
 def run_worker(args: argparse.Namespace, threads: int, part: Path) -> dict:
