@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from .formats import COLORS, InputError
 from .thresholds import Alarms
 from .tracking import StoredRun
-from .watch import LIMITS, Tail, limits_of, parse_metric, rows_of, state_of, value
+from .watch import LIMITS, Tail, limits_of, parse_metric, rows_of, state_of
 
 # %% ../nbs/15c_autopsy.ipynb #fcdcdac1
 PATIENCE = 5  # consecutive values beyond a limit
@@ -84,12 +84,12 @@ def symptoms(
     "What the loss showed, in order of steps."
     alarms, found = Alarms(), []
     for row in rows:
-        loss = value(row, "loss")
+        loss = row.get("loss")
         if loss is None and not any(f.what == "nonfinite" for f in found): found.append(Finding(row["step"], "nonfinite", "", "the loss is not finite"))
         for a in alarms.check(row["step"], math.nan if loss is None else loss):
             if a.metric != "loss_rise": continue
             found.append(Finding(row["step"], "divergence", "", f"the loss diverges: it rose by {a.value:.1%} in {alarms.thresholds.patience} steps"))
-    losses = {row["step"]: loss for row in rows if (loss := value(row, "loss")) is not None}
+    losses = {row["step"]: loss for row in rows if (loss := row.get("loss")) is not None}
     if twin and (step := first_lag(losses, twin)): found.append(Finding(step, "lag", "", f"the loss falls more than {LAG:.0%} behind its twin's"))
     return sorted(found)
 
@@ -100,6 +100,11 @@ ADVICE = {  # what -> where it acts, and what to try
     "kurtosis": ("forward precision", "scales for smaller blocks, or a clamp on outliers: a few large values use up the range"),
     "bit_stall_rate": ("optimizer update", "stochastic rounding of the stored weights (storage=grid_stochastic), a step measured in ulps "
                        "(rule=riemannian_adamw or grid_sgd), or FP32 master weights (storage=master)"),
+    "cosine": ("gradient fidelity", "more mantissa bits for activations and gradients, or stochastic rounding of gradients"),
+    "dead_neurons": ("gradient fidelity", "a format with more range for gradients, or a scale of their own: their outputs' gradients round to zero"),
+    "entropy_share": ("forward precision", "a lower lr, or more precision for attn.qkv: an attention head looks at one place only"),
+    "stable_rank": ("optimizer update", "a lower lr or more weight decay: a layer loses directions"),
+    "effective_rank": ("optimizer update", "a lower lr or more weight decay: a layer loses directions"),
     "nonfinite": ("gradient fidelity", "a lower lr, a longer warm-up, or more range for gradients; "
                   "checkpoints/anomaly-*.pt has the weights and the last batches"),
     "divergence": ("optimizer update", "a lower lr or a longer warm-up; checkpoints/anomaly-*.pt has the weights and the last batches"),
@@ -125,13 +130,15 @@ class Autopsy:
     def __str__(self) -> str: return "\n".join(_report(self))
 
 def _events(rows: list[dict[str, Any]]) -> list[Finding]:
-    "The first event of each kind and layer; what the loss shows by itself is left to `symptoms`."
+    "The first event of each kind and layer; what the loss shows by itself is left to `symptoms`, and rates to `out_of_range`."
     found = {}
     for row in rows:
         for e in row.get("events", ()):
-            if e.get("kind") == "divergence" or e.get("kind") == "nonfinite" and parse_metric(e.get("metric", "")).quantity == "loss": continue
+            kind, (layer, quantity) = e.get("kind", "event"), parse_metric(e.get("metric", ""))
+            if kind == "divergence" or kind == "nonfinite" and quantity == "loss" or kind == "warning" and quantity in LIMITS: continue
+            what, layer = (quantity, layer) if kind == "warning" else (kind, e.get("layer") or "")
             text = " ".join(str(e[k]) for k in ("metric", "value", "text") if e.get(k) is not None)
-            found.setdefault((e.get("kind"), e.get("layer")), Finding(row["step"], e.get("kind", "event"), e.get("layer") or "", f"{e.get('kind')}: {text}"))
+            found.setdefault((what, layer), Finding(row["step"], what, layer, f"{kind}: {text}"))
     return list(found.values())
 
 def _find_twin(run: StoredRun) -> StoredRun | None:
@@ -155,7 +162,7 @@ def autopsy(
     if not rows: raise InputError(f"{run.path} has no step to examine; {state_of(run)}")
     twin = StoredRun(against) if against else _find_twin(run)
     if against and not twin.metrics_file.is_file(): raise InputError(f"{twin.path} holds no metrics to compare with")
-    losses = {r["step"]: v for r in Tail(twin.metrics_file).read() if (v := value(r, "loss")) is not None} if twin else {}
+    losses = {r["step"]: v for r in Tail(twin.metrics_file).read() if (v := r.get("loss")) is not None} if twin else {}
     causes = sorted([*out_of_range(rows, limits_of(config)), *_events(rows)], key=lambda f: f.step)
     return Autopsy(run, rows, causes, symptoms(rows, losses), losses, twin.path.name if twin else "")
 
@@ -201,7 +208,7 @@ def plot_autopsy(
     top, *others = axes[:, 0]
     color = COLORS.get((a.run.stored_config() or {}).get("format") or "none", "black")
     if a.twin: top.plot(*zip(*sorted(a.twin.items())), color="0.6", lw=1, label=a.twin_name)
-    top.plot(*zip(*[(r["step"], v) for r in a.rows if (v := value(r, "loss")) is not None]), color=color, lw=1, label=a.run.path.name)
+    top.plot(*zip(*[(r["step"], v) for r in a.rows if (v := r.get("loss")) is not None]), color=color, lw=1, label=a.run.path.name)
     for f in a.symptoms: top.axvline(f.step, color="C3", lw=1, label=f"step {f.step}: {f.what}")
     top.set_ylabel("loss"), top.legend(frameon=False, fontsize=7)
     for ax, quantity in zip(others, quantities):

@@ -15,7 +15,6 @@ __all__ = ['QUANTIZATION', 'UPDATES', 'GRADIENTS', 'SHADOW', 'ATTENTION', 'HEALT
 # %% ../nbs/08_monitors.ipynb #0c894cce
 import io
 import math
-import os
 import sys
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import altgrad.quantize as Q
+from .checkpoint import make_folder, remove_leftovers, write_atomic
 from .formats import COLORS, FP8Format, InputError, get_format, ulp, unit_in_first_place
 from .geometry import code_coordinate
 from .model import attention_entropy
@@ -716,10 +716,9 @@ def _write_parquet(path: Path, columns: dict[str, Any]) -> None:
     "A table in one atomic file; strings and numbers that repeat take little room."
     import pyarrow as pa
     import pyarrow.parquet as pq
-    buffer, part = io.BytesIO(), path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer, compression="zstd")
-    with open(part, "wb") as file: file.write(buffer.getvalue()), file.flush(), os.fsync(file.fileno())
-    os.replace(part, path)
+    write_atomic(path, buffer.getvalue())
 
 # %% ../nbs/08_monitors.ipynb #ab0fca31
 class SeriesLog:
@@ -736,7 +735,7 @@ class SeriesLog:
     def flush(self) -> None:
         "Writes what was taken since the last flush as a part named after its last step; nothing if nothing was."
         if not self.waiting: return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         rows = sorted((path, m.step, v) for m in self.waiting for path, v in m.values.items() if not math.isnan(v))
         counts = sorted((path, m.step, v) for m in self.waiting for path, v in m.histograms.items() if path.split("/")[1] != "all")
         path, step, value = zip(*rows) if rows else ((), (), ())
@@ -751,6 +750,7 @@ class SeriesLog:
     def keep(self, step: int) -> None:
         "Drops the parts after a step, and what waits; a continued run measures it again."
         self.waiting = []
+        remove_leftovers(self.folder)
         for part in self.folder.glob("*-*.parquet"):
             if int(part.stem.rpartition("-")[2]) > step: part.unlink()
 

@@ -34,7 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .formats import InputError, unknown
 from .instrument import VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of, run_arm, run_id
-from .tracking import git_commit, machine, versions
+from .tracking import git_commit, machine, read_line, versions
 
 # %% ../nbs/14c_sweep.ipynb #0e5558a8
 AXES = ("format", "storage", "rule", "placement", "power", "floor_octaves")
@@ -205,7 +205,7 @@ class Ledger:
         "All whole lines; InputError for one in the middle that is damaged."
         if not self.path.is_file(): return []
         lines = self.path.read_bytes().split(b"\n")[:-1]
-        rows = [_row(line) for line in lines]
+        rows = [read_line(line) for line in lines]
         if None in rows[:-1]: raise InputError(f"{self.path} is damaged in line {rows.index(None) + 1}; remove that line")
         return [row for row in rows if row is not None]
 
@@ -226,12 +226,6 @@ class Ledger:
             yield append
 
 # %% ../nbs/14c_sweep.ipynb #1f2f0864
-def _row(line: bytes) -> dict[str, Any] | None:
-    "A line's row; None for one that is damaged."
-    try: row = json.loads(line)
-    except ValueError: return None
-    return row if isinstance(row, dict) else None
-
 def _finite(value: Any) -> Any:
     "A value with null for every number that is not finite: JSON has none of these."
     if isinstance(value, dict): return {key: _finite(v) for key, v in value.items()}
@@ -242,7 +236,7 @@ def _drop_torn_line(path: Path) -> None:
     "Cuts off what follows the last whole line."
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
-    if whole and _row(content[:whole].rstrip(b"\n").rpartition(b"\n")[2]) is None: whole = content.rfind(b"\n", 0, whole - 1) + 1
+    if whole and read_line(content[:whole].rstrip(b"\n").rpartition(b"\n")[2]) is None: whole = content.rfind(b"\n", 0, whole - 1) + 1
     if whole < len(content): os.truncate(path, whole)
 
 def _lock(file, path: Path) -> None:

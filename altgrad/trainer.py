@@ -32,9 +32,9 @@ from .monitors import Monitors, SeriesLog, WeightMonitor, bit_histogram, compile
 from .optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
 from .shadow import Shadow, shadow_metrics
 from .storage import STORAGES, GridTensor, store_on_grid
-from .surgery import (SKIP, LayerPrecisionRule, PrecisionConfig, clamp_outliers, load_points_state, parse_rules, points_state, quantize_model,
+from .surgery import (SKIP, LayerPrecisionRule, PrecisionConfig, clamp_outliers, parse_rules, quantize_model,
                              quantized_layers, read_precision, round_weight_gradients)
-from .thresholds import Alarms, Event, Interventions, converged
+from .thresholds import Alarms, Alert, Event, Interventions, converged
 from .tracking import MIRRORS, MetricsLog, Mirror, RunFolder, git_commit, machine, versions
 
 # %% ../nbs/13_trainer.ipynb #bcd7259e
@@ -398,12 +398,11 @@ class _Kept:
 
     def state_dict(self) -> dict[str, Any]:
         "What a checkpoint needs, as plain values and tensors."
-        return {"points": points_state(self.model), **{key: part.state_dict() for key, part in self._parts().items()}}
+        return {key: part.state_dict() for key, part in self._parts().items()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         "Goes on where `state_dict` was called; a checkpoint without such a state leaves everything as it is."
         if state is None: return
-        load_points_state(self.model, state["points"])
         for key, part in self._parts().items(): part.load_state_dict(state[key])
 
     def restore_formats(self, checkpoint: bytes) -> None:
@@ -448,13 +447,17 @@ class Watch(_Kept):
         measured = self.monitors.end() if self.monitors else None
         row = row | (self.weights.measure() if self.weights else _measured(measured, row, self.config, self.device))
         if self.series: self.series.append(measured)
-        alerts = self.alarms.check(self.step, row["loss"], measured)
+        warnings = [_warned(a) for a in self.alarms.check(self.step, row["loss"], measured) if a.metric != "loss"]  # of that `_with_events` tells
         events = self.interventions.act(self.step, not row.get("skipped"), measured) if self.interventions else []
         self.events += events
-        if alerts: row["alerts"] = [{"metric": a.metric, "value": a.value if math.isfinite(a.value) else str(a.value), "limit": a.limit} for a in alerts]
-        return row | ({"events": [_told(e) for e in events]} if events else {})
+        told = warnings + [_told(e) for e in events]
+        return row | ({"events": told} if told else {})
 
 # %% ../nbs/13_trainer.ipynb #4eaedd51
+def _warned(a: Alert) -> dict[str, Any]:
+    "A line that was crossed, as an event of its step."
+    return {"kind": "divergence" if a.metric == "loss_rise" else "warning", "metric": a.metric, "value": a.value, "text": f"the line is at {a.limit:g}"}
+
 def _told(e: Event) -> dict[str, Any]: return {"kind": "intervention", "layer": e.where, "metric": e.what, "text": str(e)}
 
 def _measured(m: Any, row: dict[str, Any], c: TrainConfig, device: torch.device) -> dict[str, Any]:
@@ -559,8 +562,6 @@ def _with_events(trainer: Trainer, row: dict[str, Any]) -> dict[str, Any]:
     if trainer.skipped == 1:
         metric = "grad_norm" if math.isfinite(row["loss"]) else "loss"
         found.append({"kind": "nonfinite", "metric": metric, "value": row[metric], "text": "the update was skipped"})
-    if any(a["metric"] == "loss_rise" for a in row.get("alerts", ())):
-        found.append({"kind": "divergence", "metric": "loss", "value": row["loss"], "text": "the loss has been rising"})
     return {**row, "events": found} if found else row
 
 def _save(trainer: Trainer, step: int, val_loss: float | None = None, anomaly: str | None = None, **extra: Any) -> None:

@@ -138,7 +138,7 @@ def test_a_run_is_watched_from_config_to_files(tmp_path):
     assert record["exit_reason"] == "finished" and record["monitors"]["every"] == 2
     assert [row["step"] for row in rows if "quantization/all/gradient/sqnr_db" in row] == [1, 2, 4, 6]
     assert series["shadow/blocks.0.mlp.fc/cosine"][0].tolist() == [1, 4] and series["quantization/blocks.3.mlp.fc/weight/amax"][0].tolist() == [1, 2, 4, 6]
-    assert all(not isinstance(v, (list, dict)) for row in rows for k, v in row.items() if k not in ("alerts", "events", "nonfinite"))
+    assert all(not isinstance(v, (list, dict)) for row in rows for k, v in row.items() if k not in ("events", "nonfinite"))
     assert sorted(p.name for p in (trainer.folder.path / "series").glob("values*")) == ["values-00000002.parquet", "values-00000006.parquet"]
 
 
