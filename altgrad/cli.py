@@ -38,6 +38,8 @@ examples
   altgrad compare bf16_baseline e4m3_fp8 --set data=path:my.txt --set max_steps=60 --out runs/mine
   altgrad watch runs/e4m3_fp8                      follow a run, or the ledger of a sweep, while it goes on
   altgrad autopsy runs/e4m3_fp8                    what went wrong, in order of time; draws it into the run's folder
+  altgrad train e4m3_fp8 --set monitor_every=1     measure every layer in every step; shadow_every=10 compares gradients with FP32
+  altgrad train e4m3_fp8 --set activation=E4M3 --set "gradient=E5M2 stochastic"
   altgrad sweep nbs/studies/matrices/tier1.yaml --out runs/ledger --corpus eurlex=path:laws.txt --dry-run
 
 what a run leaves behind
@@ -81,7 +83,7 @@ def _add_sweep(commands: Any) -> None:
 
 # %% ../nbs/16_cli.ipynb #a15f66cc
 def _add_readers(commands: Any) -> None:
-    "The parsers of `watch` and `autopsy`."
+    "The parsers of `watch`, `autopsy` and `workspace`."
     words = "follow a run, or a sweep's ledger, in the terminal"
     p = commands.add_parser("watch", help=words, description=words)
     p.add_argument("run", metavar="RUN", help="a run's folder, or that of a ledger")
@@ -90,6 +92,9 @@ def _add_readers(commands: Any) -> None:
     p = commands.add_parser("autopsy", help=words, description=words)
     p.add_argument("run", metavar="RUN", help="a run's folder")
     p.add_argument("--against", metavar="RUN", help="a healthy run (default: the bfloat16 run beside it with the same text and steps)")
+    words = "make the page of comparisons in a project of W&B"
+    p = commands.add_parser("workspace", help=words, description=words)
+    p.add_argument("project", metavar="ENTITY/PROJECT", help="where the runs were sent to, with --wandb online or `wandb sync`")
 
 # %% ../nbs/16_cli.ipynb #83bcd609
 def make_parser() -> argparse.ArgumentParser:
@@ -266,6 +271,13 @@ def _autopsy(args: argparse.Namespace) -> int:
     print(f"{found}\nfigure: {figure}")
     return 0
 
+def _workspace(args: argparse.Namespace) -> int:
+    "`altgrad workspace ENTITY/PROJECT`"
+    from altgrad.workspace import send_workspace
+
+    print(send_workspace(args.project))
+    return 0
+
 # %% ../nbs/16_cli.ipynb #30cad1f6
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -280,7 +292,7 @@ def _run(args: argparse.Namespace) -> int:
     from altgrad.formats import InputError
 
     try: return {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay,
-              "watch": _watch, "autopsy": _autopsy}[args.command](args)
+              "watch": _watch, "autopsy": _autopsy, "workspace": _workspace}[args.command](args)
     except InputError as e:
         early = isinstance(e, WriteError)
         print(f"altgrad: {' '.join(str(e).split())}" + "; the same command goes on from the last checkpoint" * early, file=sys.stderr)
