@@ -22,7 +22,7 @@ setup(
     packages=find_packages(include=["altgrad*"]),
     python_requires=f">={facts['min_python']}",
     install_requires=facts["requirements"].split(),
-    extras_require={extra: facts[f"{extra}_requirements"].split() for extra in ("dev", "bench", "workspace")},
+    extras_require={extra: facts[f"{extra}_requirements"].split() for extra in ("dev", "bench", "ray", "workspace")},
     entry_points={
         "console_scripts": facts["console_scripts"].split(),
         "nbdev": [f"{facts['lib_name']}={facts['lib_path']}._modidx:d"],

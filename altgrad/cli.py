@@ -41,6 +41,7 @@ examples
   altgrad train e4m3_fp8 --set monitor_every=1     measure every layer in every step; shadow_every=10 compares gradients with FP32
   altgrad train e4m3_fp8 --set activation=E4M3 --set "gradient=E5M2 stochastic"
   altgrad sweep nbs/studies/matrices/tier1.yaml --out runs/ledger --corpus eurlex=path:laws.txt --dry-run
+  altgrad max-lr all --storage fp32 --out runs/max-lr --corpus eurlex=path:laws.txt
 
 what a run leaves behind
   <out>/<name>/config.yaml     every setting
@@ -65,18 +66,30 @@ def _setting(text: str) -> tuple[str, str]:
 
 # %% ../nbs/16_cli.ipynb #194e1150
 def _add_sweep(commands: Any) -> None:
-    "The parsers of `sweep` and `replay`."
+    "The parsers of `sweep`, `replay` and `max-lr`."
     words = "run every arm of a matrix that is not in the ledger yet; a killed sweep goes on"
     sweep = commands.add_parser("sweep", help=words, description=words)
     sweep.add_argument("matrix", metavar="MATRIX", help="a YAML file")
     sweep.add_argument("--out", required=True, metavar="DIR", help="folder of the ledger; several matrices may share one")
     sweep.add_argument("--workers", type=int, default=1, metavar="N", help="processes of one thread each (default: 1)")
+    sweep.add_argument("--executor", choices=("local", "ray"), default="local", help="where the runs are made (default: local); ray needs altgrad[ray]")
+    sweep.add_argument("--ray-address", metavar="HOST:PORT", help="of a running Ray cluster (default: that of this machine, else one of its own)")
     sweep.add_argument("--dry-run", action="store_true", help="list the next runs and what they cost, and run nothing")
     words = "make one run of a ledger again and say whether it agrees"
     replay = commands.add_parser("replay", help=words, description=words)
     replay.add_argument("run", metavar="ROW", help="the run's id, or its first digits")
     replay.add_argument("--ledger", required=True, metavar="FILE", help="ledger.jsonl, its folder, or the parquet file")
-    for p in (sweep, replay):
+    words = "find the largest learning rate at which formats still train, by bisection; a killed search goes on"
+    search = commands.add_parser("max-lr", help=words, description=words)
+    search.add_argument("formats", metavar="FORMAT", nargs="+", help="8-bit formats, or all for the eight of them")
+    search.add_argument("--rule", default="adamw", help="update rule (default: adamw)")
+    search.add_argument("--power", type=float, default=0.0, help="of the stiffness, for stiffness_adamw (default: 0)")
+    search.add_argument("--storage", default="grid_stochastic", help="of the weights (default: grid_stochastic)")
+    search.add_argument("--guess", type=float, metavar="LR", help="learning rate to begin at (default: a usual one of the rule)")
+    search.add_argument("--on", default="eurlex", metavar="LABEL", help="text that is learnt (default: eurlex)")
+    search.add_argument("--out", required=True, metavar="DIR", help="folder of the ledger; several searches may share one")
+    search.add_argument("--workers", type=int, default=1, metavar="N", help="processes of one thread each (default: 1)")
+    for p in (sweep, replay, search):
         p.add_argument("--corpus", action="append", type=_setting, default=[], metavar="LABEL=DATA",
                        help="the text that a label stands for, e.g. eurlex=path:laws.txt; may be repeated")
         p.add_argument("--checkpoints", default="runs/checkpoints", metavar="DIR", help="folder of the checkpoints (default: runs/checkpoints)")
@@ -233,9 +246,38 @@ def _sweep(args: argparse.Namespace) -> int:
         print("\n".join(describe(sweep, args.workers)))
         return 0
     print(describe(sweep, args.workers)[-1], file=sys.stderr)
-    failed = sweep.run(args.workers)
+    failed = sweep.run(args.workers, pool=_pool(args, sweep))
     compact(sweep.ledger.rows(), Path(args.out) / "ledger.parquet")
     print(f"{len(sweep.rows) - failed} runs in {sweep.ledger.path}" + (f"; {failed} failed, and will be tried again by the next sweep" if failed else ""))
+    return 1 if failed else 0
+
+def _pool(args: argparse.Namespace, sweep: Any) -> Any:
+    "The Ray workers of a sweep, or None for processes of this machine."
+    from altgrad.formats import InputError
+
+    if args.executor == "local":
+        if args.ray_address: raise InputError("--ray-address needs --executor ray")
+        return None
+    from altgrad.cluster import RayWorkers
+
+    return RayWorkers(sweep, args.ray_address)
+
+def _max_lr(args: argparse.Namespace) -> int:
+    "`altgrad max-lr FORMAT...`"
+    from altgrad.formats import EIGHT_BIT, InputError
+    from altgrad.instrument import Arm, Bench
+    from altgrad.stability import GUESSES, StabilitySearch
+
+    if args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
+    names = [n for name in args.formats for n in (EIGHT_BIT if name == "all" else [name])]
+    guess = args.guess if args.guess is not None else GUESSES.get(args.rule, 1.0)
+    arms = [Arm(format=n, storage=args.storage, rule=args.rule, power=args.power, lr=guess, corpus=args.on) for n in dict.fromkeys(names)]
+    search = StabilitySearch(arms, args.out, Bench(args.checkpoints, dict(args.corpus)))
+    search.build()
+    failed = search.run(args.workers)
+    show = lambda v: "-" if v is None else f"{v:g}"
+    print(f"{'format':<8} {'largest stable':>15} {'smallest unstable':>18}")
+    for r in search.found(): print(f"{r['format']:<8} {show(r['stable']):>15} {show(r['unstable']):>18}")
     return 1 if failed else 0
 
 def _replay(args: argparse.Namespace) -> int:
@@ -292,7 +334,7 @@ def _run(args: argparse.Namespace) -> int:
     from altgrad.formats import InputError
 
     try: return {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay,
-              "watch": _watch, "autopsy": _autopsy, "workspace": _workspace}[args.command](args)
+              "max-lr": _max_lr, "watch": _watch, "autopsy": _autopsy, "workspace": _workspace}[args.command](args)
     except InputError as e:
         early = isinstance(e, WriteError)
         print(f"altgrad: {' '.join(str(e).split())}" + "; the same command goes on from the last checkpoint" * early, file=sys.stderr)

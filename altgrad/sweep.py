@@ -379,13 +379,13 @@ class Sweep:
             print(f"building checkpoint {name}", file=sys.stderr, flush=True)
             build_checkpoint(self.bench, name, lambda step: print(f"  step {step}", file=sys.stderr, flush=True))
 
-    def run(self, workers: int = 1, progress: bool = True) -> int:
-        "Makes every run that is missing, stage after stage; how many runs failed in this call."
+    def run(self, workers: int = 1, progress: bool = True, pool: Any = None) -> int:
+        "Makes every run that is missing, stage after stage, here or in another pool (`altgrad.cluster`); how many runs failed in this call."
         facts = {"tier": self.matrix.tier, "matrix": self.matrix.name, "commit": git_commit(), "protocol": protocol_commit()}
         failed = 0
         with self.ledger.writing() as append:
             setup = self.bench.folder, self.bench.data, self.bench.task, self.bench.cache
-            with Workers(workers, setup) as pool:
+            with pool or Workers(workers, setup) as pool:
                 while (todo := self.plan()).stage != "done":
                     for row in _stage(self, todo, pool, facts, progress):
                         append(row)
@@ -456,7 +456,11 @@ def read_rows(
 ) -> list[dict[str, Any]]:
     "The rows of a ledger in either form; InputError where there is none."
     path = Path(path)
-    if path.suffix != ".parquet": return Ledger(path.parent if path.suffix == ".jsonl" else path).rows()
+    if path.suffix != ".parquet":
+        ledger = Ledger(path)
+        if path.suffix == ".jsonl": ledger.path = path
+        if not ledger.path.is_file(): raise InputError(f"there is no ledger {ledger.path}")
+        return ledger.rows()
     import pyarrow.parquet as pq
 
     try: rows = pq.read_table(path).to_pylist()
