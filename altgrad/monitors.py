@@ -136,15 +136,16 @@ METRICS = (TRAINING, QUANTIZATION, UPDATES, GRADIENTS, SHADOW, ATTENTION, HEALTH
 
 # %% ../nbs/08_monitors.ipynb #dd881e76
 def _counts(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -> Tensor:
-    "Weights, overflows, underflows, updates and flips of one weight tensor, as five int64 counts on its device."
-    magnitude = w.abs()
-    return torch.stack([
-        torch.full_like(limit, w.numel(), dtype=torch.int64),
-        torch.count_nonzero((magnitude > limit) & magnitude.isfinite()),
-        torch.count_nonzero((q == 0) & (w != 0)),
-        torch.count_nonzero(w != old_w),
-        torch.count_nonzero((q.view(torch.int32) != old_q.view(torch.int32)) & (w != old_w)),
-    ])
+    "Weights, overflows, underflows, updates and flips of one weight tensor, as five int64 counts on its device; in pieces that stay in the cache."
+    def count(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -> Tensor:
+        magnitude, moved = w.abs(), w != old_w
+        over = (magnitude > limit).logical_and_(magnitude <= torch.finfo(w.dtype).max)
+        flipped = (q.view(torch.int32) != old_q.view(torch.int32)).logical_and_(moved)
+        return torch.stack([torch.count_nonzero(mask) for mask in (over, (q == 0).logical_and_(w != 0), moved, flipped)])
+
+    pieces = [t.reshape(-1).split(Q.CHUNK) for t in (w, old_w, q, old_q)]
+    limits = len(pieces[0]) * [limit] if limit.numel() == 1 else limit.expand(w.shape).reshape(-1).split(Q.CHUNK)
+    return torch.cat([torch.tensor([w.numel()], device=w.device), sum(count(*piece) for piece in zip(*pieces, limits))])
 
 # %% ../nbs/08_monitors.ipynb #0b7ab99b
 class WeightMonitor:

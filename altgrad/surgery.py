@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'GRADIENT_FORMAT', 'POINTS', 'SKIP', 'MANIFOLD_OPTIONS', 'Precision', 'read_precision', 'Quantizer',
-           'QuantizedLinear', 'LayerPrecisionRule', 'PrecisionConfig', 'parse_rules', 'QuantizedLayer',
+           'fast_bfloat16', 'QuantizedLinear', 'LayerPrecisionRule', 'PrecisionConfig', 'parse_rules', 'QuantizedLayer',
            'QuantizationReport', 'quantize_model', 'quantized_layers', 'quantizers', 'quantized_weights',
-           'round_weight_gradients', 'high_precision', 'points_state', 'load_points_state', 'clamp_outliers']
+           'round_weight_gradients', 'rounded_once', 'high_precision', 'points_state', 'load_points_state',
+           'clamp_outliers']
 
 # %% ../nbs/07_surgery.ipynb #b4b6acb8
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .formats import FP8Format, InputError, get_format, unknown
-from .quantize import ROUNDING, fake_quantize, rounding_key
+from .quantize import ROUNDING, _is_plain, fake_quantize, rounding_key
 from .scaling import AmaxAverage, AmaxFirst, AmaxHistory, Scaling, amax_of, compute_scale, scale_of
 from .storage import GridTensor
 
@@ -120,11 +122,71 @@ class Quantizer:
 # %% ../nbs/07_surgery.ipynb #18462ef0
 POINTS = ("weight", "activation", "gradient", "weight_gradient")
 
+# %% ../nbs/07_surgery.ipynb #be1e35c7
+def fast_bfloat16(device: torch.device) -> bool:
+    "Whether the device has instructions that multiply bfloat16 matrices: Ampere or later, AMX, or AVX512-BF16."
+    if device.type == "cuda": return torch.cuda.get_device_capability(device) >= (8, 0)
+    flags = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return device.type == "cpu" and any(getattr(torch.cpu, flag, lambda: False)() for flag in flags)
+
+@cache
+def _switch(device: str) -> tuple[Any, str] | None:
+    "torch's switch for products of float32 matrices and its narrow position; None where it has none, or where that is no faster."
+    if not fast_bfloat16(torch.device(device)): return None
+    matmul = getattr(torch.backends.cuda if device == "cuda" else torch.backends.mkldnn, "matmul", None)
+    return (matmul, "tf32" if device == "cuda" else "bf16") if hasattr(matmul, "fp32_precision") else None
+
+@contextmanager
+def _narrow_products(device: str) -> Iterator[None]:
+    "Inside, factors of float32 products are taken for bfloat16 (TF32 on a GPU)."
+    matmul, narrow = _switch(device)
+    before, matmul.fp32_precision = matmul.fp32_precision, narrow
+    try: yield
+    finally: matmul.fp32_precision = before
+
+@cache
+def _is_bfloat16(fmt: FP8Format) -> bool:
+    "Whether bfloat16 holds every value of the format."
+    values = fmt.values[fmt.values.isfinite()]
+    return torch.equal(values.bfloat16().to(values.dtype), values)
+
+def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
+    "Whether the product of a layer's rounded input and weight may take them for bfloat16."
+    device, points = x.device.type, layer.points
+    if "weight" not in points or "activation" not in points or not x.dtype == w.dtype == torch.float32: return False
+    if not _is_plain(x, w) or torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled(device): return False
+    return device in ("cpu", "cuda") and _switch(device) is not None and all(_is_bfloat16(points[kind].precision.format) for kind in ("weight", "activation"))
+
+class _Product(torch.autograd.Function):
+    "`F.linear` of factors that are bfloat16 numbers."
+    @staticmethod
+    def forward(ctx, x, w, gradient_too):
+        ctx.save_for_backward(x, w)
+        ctx.gradient_too = gradient_too
+        with _narrow_products(x.device.type): return F.linear(x, w)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        with _narrow_products(g.device.type) if ctx.gradient_too else nullcontext():
+            gx = g @ w if ctx.needs_input_grad[0] else None
+            gw = g.reshape(-1, g.shape[-1]).T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return gx, gw, None
+
 # %% ../nbs/07_surgery.ipynb #32638731
+class _Kept(torch.autograd.Function):
+    "A weight's rounded value that is there already; the gradient passes straight through."
+    @staticmethod
+    def forward(ctx, weight, rounded): return rounded.view_as(rounded)
+
+    @staticmethod
+    def backward(ctx, grad): return grad, None
+
 class QuantizedLinear(nn.Linear):
     "A linear layer that rounds what goes into its products: its weight, its input, its output's gradient; each where its `points` have a `Quantizer`."
     points: dict[str, Quantizer]
     bypass: bool = False  # compute in high precision, as if there were no points
+    kept: list[Tensor] | None = None  # inside `rounded_once`: the rounded weight, once it was needed
 
     @classmethod
     def adopt(cls, linear: nn.Linear, fmt: FP8Format | str | None = None, seed: int = 0, number: int = 0, **points) -> "QuantizedLinear":
@@ -148,25 +210,31 @@ class QuantizedLinear(nn.Linear):
 
     def quantized_weight(self, advance: bool = False) -> Tensor:
         "The weight as the product sees it; gradients pass straight through to `weight`."
-        if isinstance(self.weight, GridTensor) or "weight" not in self.points: return self.weight  # a value of its format already
-        return self.points["weight"](self.weight, advance)
+        if "weight" not in self.points: return self.weight
+        if isinstance(self.weight, GridTensor): rounded = lambda: self.weight.data.dequantize()  # a value of its format already
+        elif self.kept is None: return self.points["weight"](self.weight, advance)
+        else: rounded = lambda: self.points["weight"](self.weight.detach(), advance)
+        if self.kept == []: self.kept.append(rounded())
+        return _Kept.apply(self.weight, self.kept[0] if self.kept else rounded())
 
     def forward(self, x: Tensor) -> Tensor:
         "The linear map of rounded factors: [..., in] to [..., out]."
         if self.bypass: return F.linear(x, self.weight, self.bias)
         if "activation" in self.points: x = self.points["activation"](x, self.training)
         w = self.quantized_weight(self.training)
-        return F.linear(x, w, self.bias) if "gradient" not in self.points else _with_rounded_gradient(self, F.linear(x, w))
+        if _fits_narrow(self, x, w): y = _Product.apply(x, w, "gradient" in self.points and _is_bfloat16(self.points["gradient"].precision.format))
+        elif "gradient" in self.points: y = F.linear(x, w)
+        else: return F.linear(x, w, self.bias)
+        if "gradient" in self.points and y.requires_grad: _round_gradient(self.points["gradient"], y, self.training)
+        return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {', '.join(f'{kind}={q.precision}' for kind, q in self.points.items())}"
 
 # %% ../nbs/07_surgery.ipynb #62fbbe23
-def _with_rounded_gradient(layer: QuantizedLinear, y: Tensor) -> Tensor:
-    "`y` plus the bias; what flows back into `y` is rounded by the layer's gradient point."
-    point, advance = layer.points["gradient"], layer.training
-    if y.requires_grad: y.register_hook(lambda g: point(g, advance))
-    return y if layer.bias is None else y + layer.bias
+def _round_gradient(point: Quantizer, y: Tensor, advance: bool) -> None:
+    "What flows back into `y` is rounded."
+    y.register_hook(lambda g: point(g, advance))
 
 # %% ../nbs/07_surgery.ipynb #6752ef31
 @dataclass(frozen=True)
@@ -388,6 +456,15 @@ def round_weight_gradients(model: nn.Module) -> None:
     for m in model.modules():
         if isinstance(m, QuantizedLinear) and "weight_gradient" in m.points and m.weight.grad is not None:
             m.weight.grad = m.points["weight_gradient"](m.weight.grad)
+
+@contextmanager
+def rounded_once(model: nn.Module) -> Iterator[None]:
+    "Inside, where weights must not change, each is rounded (or read from the grid) at its first use only: for micro-batches, and for evaluation."
+    layers = [m for _, m in quantized_layers(model)]
+    for m in layers: m.kept = []
+    try: yield
+    finally:
+        for m in layers: m.kept = None
 
 @contextmanager
 def high_precision(model: nn.Module) -> Iterator[None]:

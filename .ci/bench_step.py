@@ -1,0 +1,133 @@
+"""Times training steps of GPTs whose linear layers round, against the same step unquantized, and the memory they need; writes nbs/results/bench_step.json.
+
+python .ci/bench_step.py                                 # 2 models x 2 batches, each case in a process of its own
+python .ci/bench_step.py --growth                        # 1M to 100M parameters as well, weights and all points
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from altgrad.checkpoint import write_atomic
+from altgrad.model import GPT, GPTConfig, loss_of, preset
+from altgrad.monitors import memory_bytes
+from altgrad.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
+from altgrad.tracking import machine, versions
+from altgrad.trainer import fast_bfloat16
+from verify import code_commit
+
+RESULT = Path(__file__).resolve().parent.parent / "nbs/results/bench_step.json"
+POINTS = {"none": {}, "weights": dict(weight="E4M3"), "weights and activations": dict(weight="E4M3", activation="E4M3"),
+          "all": dict(weight="E4M3", activation="E4M3", gradient="E5M2")}
+MODELS = ("gpt-tiny", "gpt-10m")
+BATCHES = {"demo": (32, 64), "16 x 128": (16, 128), "8 x 128": (8, 128), "32 x 128": (32, 128), "64 x 128": (64, 128)}
+GROWTH = {"1M": GPTConfig(5, 4, 128), "3M": GPTConfig(4, 8, 256), "10M": preset("gpt-10m"), "25M": GPTConfig(8, 8, 512), "100M": GPTConfig(14, 12, 768)}
+
+
+def make_step(config: GPTConfig, points: str, batch: tuple[int, int], device: str, dtype: torch.dtype, compiled: bool):
+    "A training step: forward, backward, clipping, fused AdamW."
+    torch.manual_seed(0)
+    model = GPT(config).to(device)
+    if POINTS[points]: quantize_model(model, config=PrecisionConfig([LayerPrecisionRule("*", **POINTS[points])]))
+    run = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(256, (batch[0], batch[1] + 1), device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16): loss = loss_of(run, tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def seconds(step, device: str) -> float:
+    "The time of one step."
+    if device != "cpu": torch.cuda.synchronize()
+    began = time.perf_counter()
+    step()
+    if device != "cpu": torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def measure(config: GPTConfig, batch: tuple[int, int], names: list[str], options: argparse.Namespace, compiled: bool) -> dict:
+    "Medians over rounds in which the arms take turns, and of the ratios to the first arm in the same round."
+    steps = {name: make_step(config, name, batch, options.device, getattr(torch, options.dtype), compiled) for name in names}
+    for _ in range(2):
+        for step in steps.values(): step()
+    times = {name: [] for name in names}
+    for _ in range(options.rounds):
+        for name, step in steps.items(): times[name].append(1e3 * seconds(step, options.device))
+    ratio = {name: round(statistics.median(a / b for a, b in zip(t, times[names[0]])), 3) for name, t in times.items()}
+    return {"median_ms": {name: round(statistics.median(t), 2) for name, t in times.items()}, "ratio": ratio}
+
+
+def case(options: argparse.Namespace) -> dict:
+    "One case, in this process."
+    kind, model, batch, names = options.case
+    config, size, names = GROWTH[model] if model in GROWTH else preset(model), BATCHES[batch], names.split(",")
+    if kind == "memory":
+        step = make_step(config, names[0], size, options.device, getattr(torch, options.dtype), False)
+        for _ in range(3): step()
+        return {"bytes": memory_bytes(torch.device(options.device))}
+    return measure(config, size, names, options, kind == "compiled")
+
+
+def run_case(options: argparse.Namespace, kind: str, model: str, batch: str, names: list[str], path: str = "auto") -> dict:
+    "A case in a process of its own, so that none finds another's memory or kernels."
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--case", kind, model, batch, ",".join(names), "--rounds", str(options.rounds), "--device", options.device,
+                   "--dtype", options.dtype, "--out", f"{folder}/case.json"]
+        env = {**os.environ, "ALTGRAD_PATH": path, "OMP_NUM_THREADS": str(options.threads)}
+        subprocess.run(command, env=env, check=True)
+        return json.loads(Path(folder, "case.json").read_text())
+
+
+def cases(options: argparse.Namespace):
+    "Every case, as it is measured."
+    names = list(POINTS)
+    for model in options.models:
+        for batch in options.batches:
+            for kind in ("eager", "compiled"):
+                row = {"model": model, "batch": batch, "kind": kind, **run_case(options, kind, model, batch, names)}
+                ratios = "  ".join(f"{k} {v:.2f}" for k, v in row["ratio"].items())
+                print(f"{model:>8} {batch:>9} {kind:<8} {ratios}  ({row['median_ms']['none']:.0f} ms)", flush=True)
+                yield row
+        used = {name: run_case(options, "memory", model, options.batches[0], [name])["bytes"] for name in names}
+        yield {"model": model, "batch": options.batches[0], "kind": "memory", "bytes": used}
+    for model in GROWTH if options.growth else ():
+        yield {"model": model, "batch": "8 x 128", "kind": "eager", "growth": True, **run_case(options, "eager", model, "8 x 128", ["none", "weights", "all"])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if fast_bfloat16(torch.device("cuda" if torch.cuda.is_available() else "cpu")) else "float32",
+                        choices=("float32", "bfloat16"), help="of the products in both arms (default: as the trainer does)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS)
+    parser.add_argument("--batches", nargs="*", default=("demo", "16 x 128"), choices=list(BATCHES))
+    parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    if options.case:
+        write_atomic(options.out, json.dumps(case(options)))
+        return
+    commit, found = code_commit(), json.loads(options.out.read_text()) if options.out.is_file() else {}
+    found[f"{options.device} {options.dtype}"] = {"machine": machine(torch.device(options.device)), "versions": versions(), "git_commit": commit,
+                                                  "rounds": options.rounds, "threads": options.threads, "cases": list(cases(options))}
+    write_atomic(options.out, json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__": main()
