@@ -137,7 +137,7 @@ def _events(rows: list[dict[str, Any]]) -> list[Finding]:
             kind, (layer, quantity) = e.get("kind", "event"), parse_metric(e.get("metric", ""))
             if kind == "divergence" or kind == "nonfinite" and quantity == "loss" or kind == "warning" and quantity in LIMITS: continue
             what, layer = (quantity, layer) if kind == "warning" else (kind, e.get("layer") or "")
-            text = " ".join(str(e[k]) for k in ("metric", "value", "text") if e.get(k) is not None)
+            text = " ".join(f"{e[k]:.4g}" if isinstance(e[k], float) else str(e[k]) for k in ("metric", "value", "text") if e.get(k) is not None)
             found.setdefault((what, layer), Finding(row["step"], what, layer, f"{kind}: {text}"))
     return list(found.values())
 
@@ -188,6 +188,7 @@ def _report(a: Autopsy) -> list[str]:
     lines = [f"{config.get('name', a.run.path.name)} ({facts}): {state_of(a.run)}; {a.rows[-1]['step']} of {config.get('max_steps', '?')} steps"]
     if a.twin_name: lines.append(f"compared with {a.twin_name}")
     lines += [f"  {line}" for line in _chain(a)] or ["  nothing left its range, and the loss shows no illness"]
+    if a.causes and not a.symptoms: lines.append("  the loss shows no illness")
     kept = [e["file"] for e in a.run.checkpoints.entries() if e["anomaly"]]
     if kept: lines.append(f"kept for the post-mortem: {', '.join(kept)}")
     results = record.get("results") or {}
