@@ -251,6 +251,7 @@ def _sweep(args: argparse.Namespace) -> int:
     print(f"{len(sweep.rows) - failed} runs in {sweep.ledger.path}" + (f"; {failed} failed, and will be tried again by the next sweep" if failed else ""))
     return 1 if failed else 0
 
+# %% ../nbs/16_cli.ipynb #b8247169
 def _pool(args: argparse.Namespace, sweep: Any) -> Any:
     "The Ray workers of a sweep, or None for processes of this machine."
     from altgrad.formats import InputError
@@ -280,6 +281,7 @@ def _max_lr(args: argparse.Namespace) -> int:
     for r in search.found(): print(f"{r['format']:<8} {show(r['stable']):>15} {show(r['unstable']):>18}")
     return 1 if failed else 0
 
+# %% ../nbs/16_cli.ipynb #803199dc
 def _replay(args: argparse.Namespace) -> int:
     "`altgrad replay ROW`"
     from altgrad.instrument import Bench, build_checkpoint

@@ -51,6 +51,13 @@ def bracket(
     return Bracket(stable, unstable, None)
 
 # %% ../nbs/14e_stability.ipynb #de82836d
+def _row_of(cell: Arm, guess: float, b: Bracket) -> dict[str, Any]:
+    "What a search found for an arm."
+    stable, unstable = (None if j is None else rate_of(guess, j) for j in b[:2])
+    facts = {key: getattr(cell, key) for key in ("format", "storage", "rule", "power")}
+    return {**facts, "stable": stable, "unstable": unstable, "done": b.next is None}
+
+# %% ../nbs/14e_stability.ipynb #e1851e65
 class StabilitySearch(Sweep):
     "The thresholds of several arms; every run is in the ledger."
     def __init__(
@@ -90,13 +97,7 @@ class StabilitySearch(Sweep):
 
     def found(self) -> list[dict[str, Any]]:
         "For each arm: its largest stable rate and the smallest unstable one (None where the search met none), and whether the search is over."
-        rows = []
-        for cell, guess in self.matrix.cells:
-            b = self.bracket(cell, guess)
-            stable, unstable = (None if j is None else rate_of(guess, j) for j in b[:2])
-            facts = {key: getattr(cell, key) for key in ("format", "storage", "rule", "power")}
-            rows.append({**facts, "stable": stable, "unstable": unstable, "done": b.next is None})
-        return rows
+        return [_row_of(cell, guess, self.bracket(cell, guess)) for cell, guess in self.matrix.cells]
 
 # %% ../nbs/14e_stability.ipynb #0787d8c0
 def plot_max_lr(

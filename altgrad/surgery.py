@@ -157,6 +157,7 @@ def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
     if not _is_plain(x, w) or torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled(device): return False
     return device in ("cpu", "cuda") and _switch(device) is not None and all(_is_bfloat16(points[kind].precision.format) for kind in ("weight", "activation"))
 
+# %% ../nbs/07_surgery.ipynb #88364413
 class _Product(torch.autograd.Function):
     "`F.linear` of factors that are bfloat16 numbers."
     @staticmethod
@@ -182,6 +183,7 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad, None
 
+# %% ../nbs/07_surgery.ipynb #1786841a
 class QuantizedLinear(nn.Linear):
     "A linear layer that rounds what goes into its products: its weight, its input, its output's gradient; each where its `points` have a `Quantizer`."
     points: dict[str, Quantizer]
