@@ -183,6 +183,14 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad, None
 
+def _rounded_weight(layer: "QuantizedLinear", advance: bool) -> Tensor:
+    "The weight as the product sees it: rounded now, read from the grid, or kept since its first use."
+    if isinstance(layer.weight, GridTensor): rounded = lambda: layer.weight.data.dequantize()  # a value of its format already
+    elif layer.kept is None: return layer.points["weight"](layer.weight, advance)
+    else: rounded = lambda: layer.points["weight"](layer.weight.detach(), advance)
+    if layer.kept == []: layer.kept.append(rounded())
+    return _Kept.apply(layer.weight, layer.kept[0] if layer.kept else rounded())
+
 # %% ../nbs/07_surgery.ipynb #1786841a
 class QuantizedLinear(nn.Linear):
     "A linear layer that rounds what goes into its products: its weight, its input, its output's gradient; each where its `points` have a `Quantizer`."
@@ -212,31 +220,26 @@ class QuantizedLinear(nn.Linear):
 
     def quantized_weight(self, advance: bool = False) -> Tensor:
         "The weight as the product sees it; gradients pass straight through to `weight`."
-        if "weight" not in self.points: return self.weight
-        if isinstance(self.weight, GridTensor): rounded = lambda: self.weight.data.dequantize()  # a value of its format already
-        elif self.kept is None: return self.points["weight"](self.weight, advance)
-        else: rounded = lambda: self.points["weight"](self.weight.detach(), advance)
-        if self.kept == []: self.kept.append(rounded())
-        return _Kept.apply(self.weight, self.kept[0] if self.kept else rounded())
+        return _rounded_weight(self, advance) if "weight" in self.points else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         "The linear map of rounded factors: [..., in] to [..., out]."
         if self.bypass: return F.linear(x, self.weight, self.bias)
         if "activation" in self.points: x = self.points["activation"](x, self.training)
-        w = self.quantized_weight(self.training)
-        if _fits_narrow(self, x, w): y = _Product.apply(x, w, "gradient" in self.points and _is_bfloat16(self.points["gradient"].precision.format))
-        elif "gradient" in self.points: y = F.linear(x, w)
-        else: return F.linear(x, w, self.bias)
-        if "gradient" in self.points and y.requires_grad: _round_gradient(self.points["gradient"], y, self.training)
-        return y if self.bias is None else y + self.bias
+        return _output(self, x, self.quantized_weight(self.training))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {', '.join(f'{kind}={q.precision}' for kind, q in self.points.items())}"
 
 # %% ../nbs/07_surgery.ipynb #62fbbe23
-def _round_gradient(point: Quantizer, y: Tensor, advance: bool) -> None:
-    "What flows back into `y` is rounded."
-    y.register_hook(lambda g: point(g, advance))
+def _output(layer: QuantizedLinear, x: Tensor, w: Tensor) -> Tensor:
+    "The product of rounded factors plus the bias; what flows back into the product is rounded by the layer's gradient point."
+    point, advance = layer.points.get("gradient"), layer.training
+    if _fits_narrow(layer, x, w): y = _Product.apply(x, w, point is not None and _is_bfloat16(point.precision.format))
+    elif point is None: return F.linear(x, w, layer.bias)
+    else: y = F.linear(x, w)
+    if point is not None and y.requires_grad: y.register_hook(lambda g: point(g, advance))
+    return y if layer.bias is None else y + layer.bias
 
 # %% ../nbs/07_surgery.ipynb #6752ef31
 @dataclass(frozen=True)
