@@ -10,6 +10,7 @@ __all__ = ['RECIPES', 'GRADIENT_FORMAT', 'POINTS', 'SKIP', 'MANIFOLD_OPTIONS', '
            'clamp_outliers']
 
 # %% ../nbs/07_surgery.ipynb #b4b6acb8
+import threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -130,19 +131,20 @@ def fast_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and any(getattr(torch.cpu, flag, lambda: False)() for flag in flags)
 
 @cache
-def _switch(device: str) -> tuple[Any, str] | None:
-    "torch's switch for products of float32 matrices and its narrow position; None where it has none, or where that is no faster."
-    if not fast_bfloat16(torch.device(device)): return None
-    matmul = getattr(torch.backends.cuda if device == "cuda" else torch.backends.mkldnn, "matmul", None)
-    return (matmul, "tf32" if device == "cuda" else "bf16") if hasattr(matmul, "fp32_precision") else None
+def _has_switch() -> bool:
+    "Whether float32 products can be narrowed on this CPU, and are faster then."
+    return fast_bfloat16(torch.device("cpu")) and hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")
+
+_SWITCH = threading.RLock()  # there is one for the whole process
 
 @contextmanager
-def _narrow_products(device: str) -> Iterator[None]:
-    "Inside, factors of float32 products are taken for bfloat16 (TF32 on a GPU)."
-    matmul, narrow = _switch(device)
-    before, matmul.fp32_precision = matmul.fp32_precision, narrow
-    try: yield
-    finally: matmul.fp32_precision = before
+def _narrow_products() -> Iterator[None]:
+    "Inside, the CPU takes factors of float32 products for bfloat16."
+    mkldnn = torch.backends.mkldnn
+    with _SWITCH:
+        before, mkldnn.matmul.fp32_precision = mkldnn.matmul.fp32_precision, "bf16"
+        try: yield
+        finally: mkldnn.matmul.fp32_precision = "none" if before == mkldnn.fp32_precision else before  # none: what the whole of mkldnn has
 
 @cache
 def _is_bfloat16(fmt: FP8Format) -> bool:
@@ -152,10 +154,11 @@ def _is_bfloat16(fmt: FP8Format) -> bool:
 
 def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
     "Whether the product of a layer's rounded input and weight may take them for bfloat16."
-    device, points = x.device.type, layer.points
+    points = layer.points
     if "weight" not in points or "activation" not in points or not x.dtype == w.dtype == torch.float32: return False
-    if not _is_plain(x, w) or torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled(device): return False
-    return device in ("cpu", "cuda") and _switch(device) is not None and all(_is_bfloat16(points[kind].precision.format) for kind in ("weight", "activation"))
+    if x.device.type != "cpu" or not x.numel() or not w.numel() or torch.is_autocast_enabled("cpu"): return False
+    if not _is_plain(x, w) or torch._C._are_functorch_transforms_active(): return False
+    return _has_switch() and all(_is_bfloat16(points[kind].precision.format) for kind in ("weight", "activation"))
 
 # %% ../nbs/07_surgery.ipynb #88364413
 class _Product(torch.autograd.Function):
@@ -164,12 +167,12 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x, w, gradient_too):
         ctx.save_for_backward(x, w)
         ctx.gradient_too = gradient_too
-        with _narrow_products(x.device.type): return F.linear(x, w)
+        with _narrow_products(): return F.linear(x, w)
 
     @staticmethod
     def backward(ctx, g):
         x, w = ctx.saved_tensors
-        with _narrow_products(g.device.type) if ctx.gradient_too else nullcontext():
+        with _narrow_products() if ctx.gradient_too else nullcontext():
             gx = g @ w if ctx.needs_input_grad[0] else None
             gw = g.reshape(-1, g.shape[-1]).T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         return gx, gw, None
@@ -185,6 +188,8 @@ class _Kept(torch.autograd.Function):
 
 def _rounded_weight(layer: "QuantizedLinear", advance: bool) -> Tensor:
     "The weight as the product sees it: rounded now, read from the grid, or kept since its first use."
+    if torch._C._are_functorch_transforms_active():  # they trace operators, and must not find what another call kept
+        return layer.weight if isinstance(layer.weight, GridTensor) else layer.points["weight"](layer.weight, advance)
     if isinstance(layer.weight, GridTensor): rounded = lambda: layer.weight.data.dequantize()  # a value of its format already
     elif layer.kept is None: return layer.points["weight"](layer.weight, advance)
     else: rounded = lambda: layer.points["weight"](layer.weight.detach(), advance)
