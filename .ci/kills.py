@@ -20,12 +20,12 @@ def main() -> None:
         folder = Path(folder)
         (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
         for name in EIGHT_BIT:
-            config = {**s.SMALL, "format": name, "storage": "grid_stochastic"}
-            assert s.live({**config, "name": f"{name}-whole"}, folder, folder) == 0
-            whole = s.outcome(folder / f"{name}-whole")
-            kills = s.kill_at_every(1, {**config, "name": name}, folder, folder, whole)
+            config, out = {**s.SMALL, "format": name, "storage": "grid_stochastic"}, folder / name
+            assert s.live({**config, "name": "whole"}, out, folder) == 0
+            whole = s.outcome(out / "whole")
+            kills = s.kill_at_every(1, config, out, folder, whole)
             print(f"{name}: {kills} kills before file operations, all survived", flush=True)
-            kills = sum(s.kill_at_random(4, seed, {**config, "name": f"{name}-{seed}"}, folder, folder, whole) for seed in range(ROUNDS))
+            kills = sum(s.kill_at_random(4, seed, {**config, "name": f"random{seed}"}, out, folder, whole) for seed in range(ROUNDS))
             print(f"{name}: {kills} kills at random moments, all survived", flush=True)
 
 

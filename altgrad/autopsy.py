@@ -105,6 +105,7 @@ ADVICE = {  # what -> where it acts, and what to try
     "entropy_share": ("forward precision", "a lower lr, or more precision for attn.qkv: an attention head looks at one place only"),
     "stable_rank": ("optimizer update", "a lower lr or more weight decay: a layer loses directions"),
     "effective_rank": ("optimizer update", "a lower lr or more weight decay: a layer loses directions"),
+    "nonfinite_rate": ("forward precision", "a lower lr, or a scale with more margin; checkpoints/anomaly-*.pt has the weights and the last batches"),
     "nonfinite": ("gradient fidelity", "a lower lr, a longer warm-up, or more range for gradients; "
                   "checkpoints/anomaly-*.pt has the weights and the last batches"),
     "divergence": ("optimizer update", "a lower lr or a longer warm-up; checkpoints/anomaly-*.pt has the weights and the last batches"),
@@ -129,13 +130,13 @@ class Autopsy:
 
     def __str__(self) -> str: return "\n".join(_report(self))
 
-def _events(rows: list[dict[str, Any]]) -> list[Finding]:
-    "The first event of each kind and layer; what the loss shows by itself is left to `symptoms`, and rates to `out_of_range`."
+def _events(rows: list[dict[str, Any]], known: set[tuple[str, str]]) -> list[Finding]:
+    "The first event of each kind and layer; what the loss shows by itself is left to `symptoms`, and what is `known` (quantity, layer) is not said twice."
     found = {}
     for row in rows:
         for e in row.get("events", ()):
             kind, (layer, quantity) = e.get("kind", "event"), parse_metric(e.get("metric", ""))
-            if kind == "divergence" or kind == "nonfinite" and quantity == "loss" or kind == "warning" and quantity in LIMITS: continue
+            if kind == "divergence" or kind == "nonfinite" and quantity == "loss" or kind == "warning" and (quantity, layer) in known: continue
             what, layer = (quantity, layer) if kind == "warning" else (kind, e.get("layer") or "")
             text = " ".join(f"{e[k]:.4g}" if isinstance(e[k], float) else str(e[k]) for k in ("metric", "value", "text") if e.get(k) is not None)
             found.setdefault((what, layer), Finding(row["step"], what, layer, f"{kind}: {text}"))
@@ -163,7 +164,8 @@ def autopsy(
     twin = StoredRun(against) if against else _find_twin(run)
     if against and not twin.metrics_file.is_file(): raise InputError(f"{twin.path} holds no metrics to compare with")
     losses = {r["step"]: v for r in Tail(twin.metrics_file).read() if (v := r.get("loss")) is not None} if twin else {}
-    causes = sorted([*out_of_range(rows, limits_of(config)), *_events(rows)], key=lambda f: f.step)
+    left = out_of_range(rows, limits_of(config))
+    causes = sorted([*left, *_events(rows, {(f.what, f.layer) for f in left})], key=lambda f: f.step)
     return Autopsy(run, rows, causes, symptoms(rows, losses), losses, twin.path.name if twin else "")
 
 # %% ../nbs/15c_autopsy.ipynb #41a1208f

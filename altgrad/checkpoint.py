@@ -113,7 +113,7 @@ def pack_state(
     step: int,  # updates made so far
     **extra: Any,  # further plain values and tensors to keep
 ) -> bytes:
-    "Everything that the next training step depends on, in torch's file format."
+    "What the next training step depends on, in torch's file format: weights, points, optimizers, generators. What other objects remember goes into `extra`."
     device = next(model.parameters()).device
     state = {"model": plain_state(model), "formats": _formats(model), "optimizers": [o.state_dict() for o in optimizers], "step": step,
              "points": points_state(model), "random": _random_state(device), "extra": extra}
@@ -151,6 +151,7 @@ def unpack_state(
     device = next(model.parameters()).device
     try:
         state = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        if "points" not in state: raise ValueError("another version of altgrad wrote it")
         _check_formats(model, state["formats"])
         load_plain_state(model, state["model"])
         load_points_state(model, state["points"])

@@ -41,7 +41,7 @@ examples
   altgrad train e4m3_fp8 --set monitor_every=1     measure every layer in every step; shadow_every=10 compares gradients with FP32
   altgrad train e4m3_fp8 --set activation=E4M3 --set "gradient=E5M2 stochastic"
   altgrad sweep nbs/studies/matrices/tier1.yaml --out runs/ledger --corpus eurlex=path:laws.txt --dry-run
-  altgrad max-lr all --storage fp32 --out runs/max-lr --corpus eurlex=path:laws.txt
+  altgrad max-lr all --out runs/max-lr --corpus eurlex=path:laws.txt
 
 what a run leaves behind
   <out>/<name>/config.yaml     every setting
@@ -71,7 +71,7 @@ def _add_sweep(commands: Any) -> None:
     sweep = commands.add_parser("sweep", help=words, description=words)
     sweep.add_argument("matrix", metavar="MATRIX", help="a YAML file")
     sweep.add_argument("--out", required=True, metavar="DIR", help="folder of the ledger; several matrices may share one")
-    sweep.add_argument("--workers", type=int, default=1, metavar="N", help="processes of one thread each (default: 1)")
+    sweep.add_argument("--workers", type=int, metavar="N", help="processes of one thread each (default: 1)")
     sweep.add_argument("--executor", choices=("local", "ray"), default="local", help="where the runs are made (default: local); ray needs altgrad[ray]")
     sweep.add_argument("--ray-address", metavar="HOST:PORT", help="of a running Ray cluster (default: that of this machine, else one of its own)")
     sweep.add_argument("--dry-run", action="store_true", help="list the next runs and what they cost, and run nothing")
@@ -237,16 +237,19 @@ def _sweep(args: argparse.Namespace) -> int:
     from altgrad.instrument import Bench
     from altgrad.sweep import Sweep, compact, describe, read_matrix
 
-    if args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
+    if args.workers is not None and args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
+    if args.executor == "local" and args.ray_address: raise InputError("--ray-address needs --executor ray")
+    if args.executor == "ray" and args.workers: raise InputError("--workers is for --executor local; a Ray cluster has as many as it has CPUs")
+    workers = args.workers or 1
     try: text = Path(args.matrix).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e: raise InputError(f"cannot read the matrix {args.matrix}: {type(e).__name__}") from None
     sweep = Sweep(read_matrix(text), args.out, Bench(args.checkpoints, dict(args.corpus)))
     sweep.build()
     if args.dry_run:
-        print("\n".join(describe(sweep, args.workers)))
+        print("\n".join(describe(sweep, workers)))
         return 0
-    print(describe(sweep, args.workers)[-1], file=sys.stderr)
-    failed = sweep.run(args.workers, pool=_pool(args, sweep))
+    print(describe(sweep, workers)[-1], file=sys.stderr)
+    failed = sweep.run(workers, pool=_pool(args, sweep))
     compact(sweep.ledger.rows(), Path(args.out) / "ledger.parquet")
     print(f"{len(sweep.rows) - failed} runs in {sweep.ledger.path}" + (f"; {failed} failed, and will be tried again by the next sweep" if failed else ""))
     return 1 if failed else 0
@@ -254,11 +257,7 @@ def _sweep(args: argparse.Namespace) -> int:
 # %% ../nbs/16_cli.ipynb #b8247169
 def _pool(args: argparse.Namespace, sweep: Any) -> Any:
     "The Ray workers of a sweep, or None for processes of this machine."
-    from altgrad.formats import InputError
-
-    if args.executor == "local":
-        if args.ray_address: raise InputError("--ray-address needs --executor ray")
-        return None
+    if args.executor == "local": return None
     from altgrad.cluster import RayWorkers
 
     return RayWorkers(sweep, args.ray_address)
@@ -278,7 +277,8 @@ def _max_lr(args: argparse.Namespace) -> int:
     failed = search.run(args.workers)
     show = lambda v: "-" if v is None else f"{v:g}"
     print(f"{'format':<8} {'largest stable':>15} {'smallest unstable':>18}")
-    for r in search.found(): print(f"{r['format']:<8} {show(r['stable']):>15} {show(r['unstable']):>18}")
+    for r in search.found(): print(f"{r['format']:<8} {show(r['stable']):>15} {show(r['unstable']):>18}" + "  not done" * (not r["done"]))
+    if failed: print(f"{failed} runs failed, and will be tried again by the next search")
     return 1 if failed else 0
 
 # %% ../nbs/16_cli.ipynb #803199dc

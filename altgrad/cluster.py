@@ -6,15 +6,18 @@
 __all__ = ['RayWorkers']
 
 # %% ../nbs/14f_cluster.ipynb #88b9ed15
+import signal
 import socket
+import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Callable
 
 import torch
 
 from . import sweep
 from .formats import InputError
-from .instrument import Arm, Bench
+from .instrument import Arm, Bench, identity, run_id
 
 # %% ../nbs/14f_cluster.ipynb #ac2811e1
 _STARTED: tuple | None = None  # what this process's bench was made from
@@ -25,18 +28,34 @@ def _work_on_node(setup: tuple, run: str, arm: Arm) -> dict[str, Any]:
     if _STARTED != setup:
         torch.set_num_threads(1)
         sweep._BENCH, _STARTED = Bench(*setup), setup
-    row = sweep._work(arm)
-    if row["error"] is None and row["run"] != run: return {"error": "this machine has another text or checkpoint: its run would be " + row["run"]}
-    return row
+    try: here = run_id(identity(arm, sweep._BENCH))
+    except (InputError, OSError) as e: return {"error": f"this machine lacks something: {' '.join(str(e).split())[:300]}"}
+    return sweep._work(arm) if here == run else {"error": f"this machine has another text or checkpoint: its run would be {here}"}
 
 # %% ../nbs/14f_cluster.ipynb #68d3eb91
 def _knock(address: str) -> None:
     "InputError unless something listens there; Ray itself would try for minutes."
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal(): raise InputError(f"a Ray address is HOST:PORT or auto, not {address!r}")
-    try: socket.create_connection((host, int(port)), timeout=10).close()
+    if not host or "://" in address or not port.isdecimal(): raise InputError(f"a Ray address is HOST:PORT or auto, not {address!r}")
+    try: socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except OSError as e: raise InputError(f"no Ray cluster at {address}: {e.strerror or e}") from None
 
+def _connect(ray: Any, address: str | None) -> None:
+    "Joins a cluster, or starts one; InputError where that is not possible. Ray would take the signal that ends a job for itself."
+    if address not in (None, "auto"): _knock(address)
+    ends = signal.getsignal(signal.SIGTERM)
+    try: ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as e:
+        raise InputError(f"no Ray cluster at {address or 'this machine'}: {' '.join(str(e).split())[:200]}") from None
+    finally:
+        if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGTERM, ends)
+
+def _absolute(data: str) -> str:
+    "A text's place as it is called from every folder."
+    kind, colon, path = data.partition(":")
+    return f"path:{Path(path).absolute()}" if kind == "path" and colon else data
+
+# %% ../nbs/14f_cluster.ipynb #93dbf916
 class RayWorkers:
     "Workers of a Ray cluster; the context manager connects to it, and leaves it running."
     def __init__(
@@ -47,15 +66,13 @@ class RayWorkers:
         retries: int = 3,  # of a run whose worker or machine dies
     ):
         self.sweep, self.address, self.cpus, self.retries = of, address, cpus, retries
-        self.setup = of.bench.folder.absolute(), of.bench.data, of.bench.task, of.bench.cache
+        self.setup = of.bench.folder.absolute(), {label: _absolute(data) for label, data in of.bench.data.items()}, of.bench.task, of.bench.cache
 
     def __enter__(self) -> "RayWorkers":
         try: import ray
         except ModuleNotFoundError: raise InputError("--executor ray needs the package ray (pip install 'altgrad[ray]')") from None
         self.ray, self.owner = ray, not ray.is_initialized()
-        if self.owner:
-            if self.address not in (None, "auto"): _knock(self.address)
-            ray.init(address=self.address, log_to_driver=False, logging_level="ERROR")
+        if self.owner: _connect(ray, self.address)
         self.task = ray.remote(num_cpus=self.cpus, max_retries=self.retries)(_work_on_node)
         self.count, self.pool = max(1, int(ray.cluster_resources().get("CPU", 1) / self.cpus)), self
         return self

@@ -136,16 +136,17 @@ METRICS = (TRAINING, QUANTIZATION, UPDATES, GRADIENTS, SHADOW, ATTENTION, HEALTH
 
 # %% ../nbs/08_monitors.ipynb #dd881e76
 def _counts(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -> Tensor:
-    "Weights, overflows, underflows, updates and flips of one weight tensor, as five int64 counts on its device; in pieces that stay in the cache."
+    "Weights, overflows, underflows, updates and flips of one weight tensor, as five int64 counts on its device; on a CPU in pieces that stay in the cache."
     def count(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -> Tensor:
         magnitude, moved = w.abs(), w != old_w
         over = (magnitude > limit).logical_and_(magnitude <= torch.finfo(w.dtype).max)
         flipped = (q.view(torch.int32) != old_q.view(torch.int32)).logical_and_(moved)
         return torch.stack([torch.count_nonzero(mask) for mask in (over, (q == 0).logical_and_(w != 0), moved, flipped)])
 
-    pieces = [t.reshape(-1).split(Q.CHUNK) for t in (w, old_w, q, old_q)]
-    limits = len(pieces[0]) * [limit] if limit.numel() == 1 else limit.expand(w.shape).reshape(-1).split(Q.CHUNK)
-    return torch.cat([torch.tensor([w.numel()], device=w.device), sum(count(*piece) for piece in zip(*pieces, limits))])
+    size = Q.CHUNK if w.device.type == "cpu" else max(1, w.numel())
+    pieces = [t.reshape(-1).split(size) for t in (w, old_w, q, old_q)]
+    limits = len(pieces[0]) * [limit] if limit.numel() == 1 else limit.expand(w.shape).reshape(-1).split(size)
+    return torch.cat([torch.full((1,), w.numel(), device=w.device), sum(count(*piece) for piece in zip(*pieces, limits))])
 
 # %% ../nbs/08_monitors.ipynb #0b7ab99b
 class WeightMonitor:
@@ -365,12 +366,13 @@ class Parcel:
 class PointCounts:
     "What the points of a model round between `start` and `stop`; micro-batches are added up."
     def __init__(self, model: nn.Module):
-        self.points = quantizers(model)
+        self.model, self.points = model, quantizers(model)
         self.on_grid = {name: m for name, m in quantized_layers(model) if isinstance(m.weight, GridTensor)}
 
     def start(self, histogram: bool) -> None:
         "Begins to watch; with `histogram` also counts codes."
         self.sums, self.scales, self.samples, self.codes, self.histogram = {}, {}, {}, {}, histogram
+        self.points = quantizers(self.model)  # a moved bit makes new ones
         for key, q in self.points.items(): q.probe = partial(self._round, key)
         self.counts = {name: m.weight.how["counts"].clone() for name, m in self.on_grid.items()}
 
@@ -687,8 +689,8 @@ class Monitors(_MonitorState):
         "Before the forward pass of a step, counted from 1."
         self.step, self.active = step, step % self.every == 0 or step == 1
         if not self.active: return
-        self.parcel, self.formats = Parcel(), {key: q.precision.format for key, q in self.points.points.items()}
         self.points.start(step == 1 or step % self.histogram_every < self.every)
+        self.parcel, self.formats = Parcel(), {key: q.precision.format for key, q in self.points.points.items()}
         self.attention.start(), self.updates.start()
 
     def gradients(self) -> None:

@@ -78,10 +78,10 @@ class StabilitySearch(Sweep):
         return [replace(cell, lr=lr, split="tune", checkpoint=c, seed=s) for c, s in self.repeats]
 
     def is_stable(self, cell: Arm, lr: float) -> bool | None:
-        "What the ledger says; None as long as no run has diverged and some are missing."
+        "What the ledger says; None as long as no run has diverged and some are missing, or failed."
         rows = [self.rows.get(self.run_id(arm)) for arm in self.probes(cell, lr)]
-        if any(row is not None and row.get("diverged", True) for row in rows): return False
-        return None if None in rows else True
+        if any(row is not None and row.get("diverged") for row in rows): return False
+        return None if any(row is None or row.get("error") for row in rows) else True
 
     def bracket(self, cell: Arm, guess: float) -> Bracket:
         "How far the search for an arm has come."
@@ -92,7 +92,7 @@ class StabilitySearch(Sweep):
         jobs = []
         for cell, guess in self.matrix.cells:
             if (j := self.bracket(cell, guess).next) is None: continue
-            jobs += [Job(arm, "max-lr") for arm in self.probes(cell, rate_of(guess, j)) if self.run_id(arm) not in self.rows]
+            jobs += [Job(arm, "max-lr") for arm in self.probes(cell, rate_of(guess, j)) if self.run_id(arm) not in self.rows]  # a failed run is there
         return Plan("max-lr" if jobs else "done", jobs, list(self.matrix.cells), {})
 
     def found(self) -> list[dict[str, Any]]:

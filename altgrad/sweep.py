@@ -270,7 +270,7 @@ def _work(arm: Arm) -> dict[str, Any]:
 # %% ../nbs/14c_sweep.ipynb #ad0f9268
 def _outcome(f: Future) -> dict[str, Any]:
     "What a worker gave, or why it could not."
-    return {"error": f"{type(f.exception()).__name__}: {f.exception()}"} if f.exception() else f.result()
+    return {"error": f"{type(f.exception()).__name__}: {' '.join(str(f.exception()).split())[:300]}"} if f.exception() else f.result()
 
 class Workers:
     "A process pool that outlives its workers."

@@ -280,8 +280,9 @@ def _mirror_row(run: Any, row: dict[str, Any]) -> None:
     "Logs a row's numbers under its step (NaN and infinities too), and its events as alerts."
     run.log({key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}, step=row["step"])
     for event in row.get("events", ()):
-        where = " ".join(str(event[key]) for key in ("kind", "layer", "metric") if event.get(key))
-        said = ", ".join(f"{event[key]:.4g}" if isinstance(event[key], float) else str(event[key]) for key in ("value", "text") if event.get(key) is not None)
+        where = " ".join(str(event[key]) for key in ("kind", "layer", "metric") if event.get(key))[:63]  # W&B takes less than 64
+        parts = [event[key] for key in ("metric", "value", "text") if event.get(key) is not None]
+        said = ", ".join(f"{part:.4g}" if isinstance(part, float) else str(part) for part in parts)
         run.alert(title=where, text=f"step {row['step']}: {said}", level="WARN")
 
 # %% ../nbs/12_tracking.ipynb #68bad738

@@ -397,7 +397,8 @@ class _Kept:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         "Goes on where `state_dict` was called; a checkpoint without such a state leaves everything as it is."
         if state is None: return
-        for key, part in self._parts().items(): part.load_state_dict(state[key])
+        for key, part in self._parts().items():
+            if key != "interventions": part.load_state_dict(state[key])  # `restore_formats` did that, before the weights and the points' memory were loaded
 
     def restore_formats(self, checkpoint: bytes) -> None:
         "Gives the model the formats that interventions had given it when the checkpoint was made; before it is loaded."

@@ -137,9 +137,11 @@ def _ranges(row: dict[str, Any], limits: dict[str, float], most: int = 8) -> Tab
 
 def _event_lines(rows: list[dict[str, Any]], most: int = 5) -> list[Text]:
     "The last events, as lines."
-    found = [(r["step"], e) for r in rows for e in r.get("events", ())][-most:]
-    return [Text(f"step {step}: " + " ".join(str(e[k]) for k in ("kind", "layer", "metric", "value", "text") if e.get(k) is not None), "yellow")
-            for step, e in found]
+    found = [(r["step"], e) for r in rows for e in r.get("events", ())]
+    last = sorted(found, key=lambda f: f[1].get("kind") != "warning")[-most:]  # warnings give way to what was done and what broke
+    said = lambda v: f"{v:.4g}" if isinstance(v, float) else str(v)
+    return [Text(f"step {step}: " + " ".join(said(e[k]) for k in ("kind", "layer", "metric", "value", "text") if e.get(k) is not None), "yellow")
+            for step, e in sorted(last, key=lambda f: f[0])]
 
 # %% ../nbs/15b_watch.ipynb #45a1d435
 def render_run(
