@@ -113,8 +113,10 @@ class Quantizer:
         if not x.numel(): return x
         p, scale = self.precision, self.scale(x, advance)
         if self.fit: x = x * (p.format.max * scale / x.detach().abs().amax()).clamp(max=1)
-        key = rounding_key(self.seed, self.calls, self.number) if p.rounding == "stochastic" else None
-        self.calls += advance
+        key = None
+        if p.rounding == "stochastic":  # nothing else depends on the count, and a compiler that sees it change gives up
+            key = rounding_key(self.seed, self.calls, self.number)
+            self.calls += advance
         if self.probe is not None and advance: return _Watched.apply(x, scale, key, self.probe)
         return fake_quantize(x, p.format, scale, rounding=p.rounding, key=key)
 
