@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'GRADIENT_FORMAT', 'POINTS', 'SKIP', 'MANIFOLD_OPTIONS', 'Precision', 'read_precision', 'Quantizer',
-           'fast_bfloat16', 'QuantizedLinear', 'LayerPrecisionRule', 'PrecisionConfig', 'parse_rules', 'QuantizedLayer',
-           'QuantizationReport', 'quantize_model', 'quantized_layers', 'quantizers', 'quantized_weights',
-           'round_weight_gradients', 'rounded_once', 'high_precision', 'points_state', 'load_points_state',
-           'clamp_outliers']
+           'fast_bfloat16', 'multiplies_narrow', 'QuantizedLinear', 'LayerPrecisionRule', 'PrecisionConfig',
+           'parse_rules', 'QuantizedLayer', 'QuantizationReport', 'quantize_model', 'quantized_layers', 'quantizers',
+           'quantized_weights', 'round_weight_gradients', 'rounded_once', 'high_precision', 'points_state',
+           'load_points_state', 'clamp_outliers']
 
 # %% ../nbs/07_surgery.ipynb #b4b6acb8
 import threading
@@ -156,11 +156,23 @@ def _is_bfloat16(fmt: FP8Format) -> bool:
 
 def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
     "Whether the product of a layer's rounded input and weight may take them for bfloat16."
-    points = layer.points
-    if "weight" not in points or "activation" not in points or not x.dtype == w.dtype == torch.float32: return False
+    if not _is_plain(x, w) or torch._C._are_functorch_transforms_active() or not x.dtype == w.dtype == torch.float32: return False
     if x.device.type != "cpu" or not x.numel() or not w.numel() or torch.is_autocast_enabled("cpu"): return False
-    if not _is_plain(x, w) or torch._C._are_functorch_transforms_active(): return False
-    return _has_switch() and all(_is_bfloat16(points[kind].precision.format) for kind in ("weight", "activation"))
+    return _has_switch() and _has_narrow_factors(layer)
+
+# %% ../nbs/07_surgery.ipynb #9f8e6d4a
+def _has_narrow_factors(layer: "QuantizedLinear") -> bool:
+    "Whether weight and input of a layer are rounded to bfloat16 numbers."
+    return all(kind in layer.points and _is_bfloat16(layer.points[kind].precision.format) for kind in ("weight", "activation"))
+
+def multiplies_narrow(
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,  # of products: bfloat16 under autocast
+) -> bool:
+    "Whether float32 products of the model's rounded layers run on the bfloat16 units of this CPU."
+    layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    return device.type == "cpu" and dtype == torch.float32 and _has_switch() and any(map(_has_narrow_factors, layers))
 
 # %% ../nbs/07_surgery.ipynb #88364413
 class _Product(torch.autograd.Function):

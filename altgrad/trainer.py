@@ -32,8 +32,8 @@ from .monitors import Monitors, SeriesLog, WeightMonitor, bit_histogram, compile
 from .optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
 from .shadow import Shadow, shadow_metrics
 from .storage import STORAGES, GridTensor, store_on_grid
-from .surgery import (SKIP, LayerPrecisionRule, PrecisionConfig, clamp_outliers, fast_bfloat16, parse_rules, quantize_model,
-                             quantized_layers, read_precision, round_weight_gradients, rounded_once)
+from .surgery import (SKIP, LayerPrecisionRule, PrecisionConfig, clamp_outliers, fast_bfloat16, multiplies_narrow, parse_rules,
+                             quantize_model, quantized_layers, read_precision, round_weight_gradients, rounded_once)
 from .thresholds import Alarms, Alert, Event, Interventions, converged
 from .tracking import MIRRORS, MetricsLog, Mirror, RunFolder, git_commit, machine, versions
 
@@ -619,7 +619,8 @@ def _write_record(trainer: Trainer, exit_reason: str, **more: Any) -> None:
     c, fmt = trainer.config, trainer.config.format and get_format(trainer.config.format)
     trainer.folder.write_record({
         "name": c.name, "exit_reason": exit_reason, "seed": c.seed, "format": fmt and asdict(fmt),
-        "compute_dtype": _plain(trainer.dtype), "device": str(trainer.device), "corpus": trainer.corpus.facts(),
+        "compute_dtype": _plain(trainer.dtype), "narrow_products": multiplies_narrow(trainer.model, trainer.device, trainer.dtype),
+        "device": str(trainer.device), "corpus": trainer.corpus.facts(),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "quantized_parameters": sum(m.weight.numel() for _, m in quantized_layers(trainer.model)),
         "versions": versions(), "machine": machine(trainer.device), "git_commit": git_commit(),
