@@ -27,6 +27,7 @@ RESULT = Path(__file__).resolve().parent.parent / "nbs/results/bench_step.json"
 POINTS = {"none": {}, "weights": dict(weight="E4M3"), "weights and activations": dict(weight="E4M3", activation="E4M3"),
           "all": dict(weight="E4M3", activation="E4M3", gradient="E5M2")}
 MODELS = ("gpt-tiny", "gpt-10m")
+KINDS = {"eager": "auto", "kernels": "compiled", "model": "compiled"}  # nothing is compiled, the quantizer only, the whole model; and the path of the quantizer
 BATCHES = {"demo": (32, 64), "16 x 128": (16, 128), "8 x 128": (8, 128), "32 x 128": (32, 128), "64 x 128": (64, 128)}
 GROWTH = {"1M": GPTConfig(5, 4, 128), "3M": GPTConfig(4, 8, 256), "10M": preset("gpt-10m"), "25M": GPTConfig(8, 8, 512), "100M": GPTConfig(14, 12, 768)}
 
@@ -79,7 +80,7 @@ def case(options: argparse.Namespace) -> dict:
         step = make_step(config, names[0], size, options.device, getattr(torch, options.dtype), False)
         for _ in range(3): step()
         return {"bytes": memory_bytes(torch.device(options.device))}
-    return measure(config, size, names, options, kind == "compiled")
+    return measure(config, size, names, options, kind == "model")
 
 
 def run_case(options: argparse.Namespace, kind: str, model: str, batch: str, names: list[str], path: str = "auto") -> dict:
@@ -97,15 +98,16 @@ def cases(options: argparse.Namespace):
     names = list(POINTS)
     for model in options.models:
         for batch in options.batches:
-            for kind in ("eager", "compiled"):
-                row = {"model": model, "batch": batch, "kind": kind, **run_case(options, kind, model, batch, names)}
+            for kind, path in KINDS.items():
+                row = {"model": model, "batch": batch, "kind": kind, **run_case(options, kind, model, batch, names, path)}
                 ratios = "  ".join(f"{k} {v:.2f}" for k, v in row["ratio"].items())
                 print(f"{model:>8} {batch:>9} {kind:<8} {ratios}  ({row['median_ms']['none']:.0f} ms)", flush=True)
                 yield row
         used = {name: run_case(options, "memory", model, options.batches[0], [name])["bytes"] for name in names}
         yield {"model": model, "batch": options.batches[0], "kind": "memory", "bytes": used}
     for model in GROWTH if options.growth else ():
-        yield {"model": model, "batch": "8 x 128", "kind": "eager", "growth": True, **run_case(options, "eager", model, "8 x 128", ["none", "weights", "all"])}
+        yield {"model": model, "batch": "8 x 128", "kind": "kernels", "growth": True,
+               **run_case(options, "kernels", model, "8 x 128", ["none", "weights", "all"], "compiled")}
 
 
 def main() -> None:
