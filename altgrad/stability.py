@@ -122,7 +122,7 @@ def plot_max_lr(
     found: Iterable[Mapping[str, Any]],  # rows of `StabilitySearch.found`
     best: Mapping[tuple, float] = {},  # noqa: B006 (format, storage, rule, power) to the tuned learning rate, drawn as a circle
 ):  # the matplotlib figure
-    "Largest stable learning rate by format, a panel for each rule, a line for each storage; an arm that is stable nowhere stands at the foot."
+    "Largest stable learning rate by format, a panel for each rule, a line for each storage (level where one format was searched); at the foot, what is stable nowhere."
     import matplotlib.pyplot as plt
 
     found = list(found)
@@ -132,7 +132,10 @@ def plot_max_lr(
     for ax, (rule, power) in zip(axes[0], rules):
         for storage, style in styles.items():
             rows = [r for r in found if (r["rule"], r["power"], r["storage"]) == (rule, power, storage) and r["stable"]]
+            rows.sort(key=lambda r: EIGHT_BIT.index(r["format"]))
             x = [EIGHT_BIT.index(r["format"]) for r in rows]
+            if len(rows) == 1: ax.axhline(rows[0]["stable"], ls=style, color="0.4", lw=1, label=storage.replace("_", " "))
+            if len(rows) < 2: continue
             ax.plot(x, [r["stable"] for r in rows], style, color="0.4", lw=1, label=storage.replace("_", " "))
             ax.scatter(x, [r["stable"] for r in rows], color=[COLORS[r["format"]] for r in rows], zorder=3)
             tuned = [(EIGHT_BIT.index(f), lr) for (f, s, u, p), lr in best.items() if (s, u, p) == (storage, rule, power)]
