@@ -122,7 +122,7 @@ def plot_max_lr(
     found: Iterable[Mapping[str, Any]],  # rows of `StabilitySearch.found`
     best: Mapping[tuple, float] = {},  # noqa: B006 (format, storage, rule, power) to the tuned learning rate, drawn as a circle
 ):  # the matplotlib figure
-    "Largest stable learning rate by format, a panel for each rule, a line for each storage (level where one format was searched); at the foot, what is stable nowhere."
+    "Largest stable learning rate by format, a panel for each rule, a line for each storage (level if it has one format); at the foot, what is stable nowhere."
     import matplotlib.pyplot as plt
 
     found = list(found)
