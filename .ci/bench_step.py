@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from altgrad.monitors import memory_bytes
 from altgrad.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
 from altgrad.tracking import machine, versions
 from altgrad.trainer import fast_bfloat16
+from bench_monitors import seconds
 from verify import code_commit
 
 RESULT = Path(__file__).resolve().parent.parent / "nbs/results/bench_step.json"
@@ -51,13 +51,6 @@ def make_step(config: GPTConfig, points: str, batch: tuple[int, int], device: st
     return step
 
 
-def seconds(step, device: str) -> float:
-    "The time of one step."
-    if device != "cpu": torch.cuda.synchronize()
-    began = time.perf_counter()
-    step()
-    if device != "cpu": torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def measure(config: GPTConfig, batch: tuple[int, int], names: list[str], options: argparse.Namespace, compiled: bool) -> dict:

@@ -366,13 +366,12 @@ class Parcel:
 class PointCounts:
     "What the points of a model round between `start` and `stop`; micro-batches are added up."
     def __init__(self, model: nn.Module):
-        self.model, self.points = model, quantizers(model)
+        self.points = quantizers(model)
         self.on_grid = {name: m for name, m in quantized_layers(model) if isinstance(m.weight, GridTensor)}
 
     def start(self, histogram: bool) -> None:
         "Begins to watch; with `histogram` also counts codes."
         self.sums, self.scales, self.samples, self.codes, self.histogram = {}, {}, {}, {}, histogram
-        self.points = quantizers(self.model)  # a moved bit makes new ones
         for key, q in self.points.items(): q.probe = partial(self._round, key)
         self.counts = {name: m.weight.how["counts"].clone() for name, m in self.on_grid.items()}
 

@@ -103,6 +103,7 @@ class StabilitySearch(Sweep):
 # %% ../nbs/14e_stability.ipynb #0787d8c0
 def thresholds_of(
     rows: Iterable[Mapping[str, Any]],  # of a ledger
+    runs: int = 3,  # that a stable rate has: a search that was cut off has fewer at its last one
 ) -> list[dict[str, Any]]:  # as `StabilitySearch.found` gives them
     "The thresholds that a ledger's rows show, without texts or checkpoints."
     arms: dict[tuple, dict[float, list[bool]]] = {}
@@ -112,7 +113,7 @@ def thresholds_of(
     found = []
     for arm, rates in arms.items():
         unstable = min((lr for lr, ends in rates.items() if any(ends)), default=None)
-        stable = max((lr for lr, ends in rates.items() if not any(ends) and (unstable is None or lr < unstable)), default=None)
+        stable = max((lr for lr, ends in rates.items() if len(ends) >= runs and not any(ends) and (unstable is None or lr < unstable)), default=None)
         narrow = None not in (stable, unstable) and unstable / stable < 2 ** (1.01 / PARTS)
         found.append({**dict(zip(_ARM, arm)), "stable": stable, "unstable": unstable, "done": narrow or None in (stable, unstable) and len(rates) > FURTHEST})
     return found

@@ -93,11 +93,15 @@ class Quantizer:
         seed: int = 0,  # of stochastic rounding
         number: int = 0,  # of the point in its model, so that no two draw the same
     ):
-        self.precision, self.seed, self.number, self.calls = precision, seed, number, 0
-        memory = RECIPES[precision.scaling]
-        self.scaling = memory and Scaling(precision.format, memory())
+        self.seed, self.number, self.calls = seed, number, 0
+        self.become(precision)
         self.probe: Callable | None = None  # rounds each tensor, given with its scale and key, as this point would
         self.fit = False  # shrink a tensor that exceeds the format's range, as a whole, instead of clipping its largest elements
+
+    def become(self, precision: Precision) -> None:
+        "Rounds so from now on; amaxes are collected anew."
+        memory, self.precision = RECIPES[precision.scaling], precision
+        self.scaling = memory and Scaling(precision.format, memory())
 
     def scale(self, x: Tensor, advance: bool = False) -> Tensor:
         "The divisor for `x`, broadcastable to it; enters its amax into the memory if asked to."

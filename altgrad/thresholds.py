@@ -22,7 +22,7 @@ from .monitors import Measurement
 from .quantize import fake_quantize
 from .scaling import compute_scale
 from .storage import GridTensor, pack
-from .surgery import Quantizer, quantized_layers, quantizers
+from .surgery import quantized_layers, quantizers
 
 # %% ../nbs/08b_thresholds.ipynb #230e1ac5
 @dataclass(frozen=True)
@@ -204,9 +204,7 @@ def set_weight_format(
     for name, spec in formats.items():
         q, fmt = layers[name].points["weight"], get_format(spec)
         old.add((q.precision.format, fmt))
-        new = Quantizer(replace(q.precision, format=fmt), q.seed, q.number)
-        new.calls, new.probe = q.calls, q.probe
-        layers[name].points["weight"] = new
+        q.become(replace(q.precision, format=fmt))
         if isinstance(layers[name].weight, GridTensor): _recode(layers[name].weight, fmt)
     for group in (g for o in optimizers for g in o.param_groups):
         for before, after in old:
