@@ -101,11 +101,13 @@ def test_pages_of_a_complete_ledger(page, complete, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("part", ["nothing", "tuning", "two seeds of a tier", "nearest before stochastic"])
+@pytest.mark.parametrize("part", ["nothing", "tuning", "two seeds of a tier", "nearest before stochastic", "a second tier begun", "one power of a second tier"])
 def test_pages_of_a_part(page, part, complete, monkeypatch):
     chosen = {"nothing": lambda r: False, "tuning": lambda r: r["tier"] == 1 and r["split"] == "tune",
               "two seeds of a tier": lambda r: r["tier"] == 1 and (r["split"] == "tune" or r["seed"] < 2),
-              "nearest before stochastic": lambda r: r["storage"] in ("fp32", "grid_nearest") and r["tier"] < 3}[part]
+              "nearest before stochastic": lambda r: r["storage"] in ("fp32", "grid_nearest") and r["tier"] < 3,
+              "a second tier begun": lambda r: r["tier"] == 1 or r["tier"] == 2 and (r["split"] == "tune" or r["seed"] == 0),
+              "one power of a second tier": lambda r: r["tier"] == 1 or r["tier"] == 2 and (r["split"] == "tune" or r["power"] == 0)}[part]
     text = show(page, [r for r in complete if chosen(r)], monkeypatch)
     assert "not run" in text.lower() and ("nan" not in text or part == "nothing")
 
