@@ -53,7 +53,8 @@ def main() -> int:
     first = next(iter(benches.values()))
     first.corpus(TEXT)
     for b in benches.values(): b._corpora, b._states = first._corpora, first._states  # read once
-    stored["facts"] = {"batches": BATCHES, "budgets": BUDGETS, "arms": ARMS, "confirm_seeds": CONFIRM_SEEDS, "tasks": [asdict(b.task) for b in benches.values()],
+    stored["facts"] = {"batches": BATCHES, "budgets": BUDGETS, "arms": ARMS, "confirm_seeds": CONFIRM_SEEDS,
+                       "tasks": [asdict(b.task) for b in benches.values()],
                        "checkpoints": {c: build_checkpoint(first, c) for c in CHECKPOINTS}, "corpus": first.corpus(TEXT).facts() | {"name": TEXT},
                        "machine": machine(), "versions": versions(), "git_commit": git_commit()}
     done = {(*(r[k] for k in ASKED), r["batch"], r["budget"]): r["val_loss"] for r in stored["runs"]}

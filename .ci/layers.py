@@ -185,7 +185,8 @@ def main() -> int:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(args.out, json.dumps(stored, separators=(",", ":"), allow_nan=False) + "\n")
 
-    stored["facts"] = {"task": asdict(bench.task), "checkpoints": {c: build_checkpoint(bench, c) for c in CHECKPOINTS}, "corpus": bench.corpus(TEXT).facts() | {"name": TEXT},
+    stored["facts"] = {"task": asdict(bench.task), "checkpoints": {c: build_checkpoint(bench, c) for c in CHECKPOINTS},
+                       "corpus": bench.corpus(TEXT).facts() | {"name": TEXT},
                        "fp32_rate": FP32_RATE, "rates": RATES, "tune_seeds": TUNE_SEEDS, "confirm_seeds": CONFIRM_SEEDS,
                        "machine": machine(), "versions": versions(), "git_commit": git_commit()}
     for number, c in enumerate(CHECKPOINTS):
