@@ -108,6 +108,7 @@ def _add_readers(commands: Any) -> None:
     words = "make the page of comparisons in a project of W&B"
     p = commands.add_parser("workspace", help=words, description=words)
     p.add_argument("project", metavar="ENTITY/PROJECT", help="where the runs were sent to, with --wandb online or `wandb sync`")
+    p.add_argument("--ledger", metavar="PATH", help="send the rows of this ledger there first, and make the page for them")
 
 # %% ../nbs/16_cli.ipynb #83bcd609
 def make_parser() -> argparse.ArgumentParser:
@@ -317,9 +318,10 @@ def _autopsy(args: argparse.Namespace) -> int:
 
 def _workspace(args: argparse.Namespace) -> int:
     "`altgrad workspace ENTITY/PROJECT`"
-    from altgrad.workspace import send_workspace
+    from altgrad.workspace import make_ledger_workspace, make_workspace, send_ledger, send_workspace
 
-    print(send_workspace(args.project))
+    if args.ledger: print(f"{send_ledger(args.ledger, args.project, Path('runs/wandb'))} runs sent", file=sys.stderr)
+    print(send_workspace(args.project, make_ledger_workspace if args.ledger else make_workspace))
     return 0
 
 # %% ../nbs/16_cli.ipynb #30cad1f6

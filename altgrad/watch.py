@@ -22,6 +22,7 @@ from rich.text import Text
 
 from .formats import COLORS, InputError
 from .monitors import read_histograms, read_series
+from .sweep import FLAGS, flags
 from .thresholds import Thresholds
 from .tracking import StoredRun, read_line
 
@@ -161,11 +162,21 @@ def render_run(
     return Group(Panel(Group(*parts)))
 
 # %% ../nbs/15b_watch.ipynb #ea41d318
+def _outcomes(rows: list[dict[str, Any]]) -> Table:
+    "By storage and format: runs, losses, and how many have which flag."
+    table, groups = Table("storage", "format", "runs", "mean", "least", *FLAGS, box=None), {}
+    for r in rows: groups.setdefault((str(r.get("storage", "-")), str(r.get("format", "-"))), []).append(r)
+    for name, part in sorted(groups.items()):
+        losses, found = [r["val_loss"] for r in part if r.get("val_loss") is not None], [flag for r in part for flag in flags(r)]
+        mean = sum(losses) / len(losses) if losses else None
+        table.add_row(*name, str(len(part)), _number(mean), _number(min(losses, default=None)), *(str(found.count(f) or "") for f in FLAGS))
+    return table
+
 def render_ledger(
     path: Path,  # ledger.jsonl
     rows: list[dict[str, Any]],
 ) -> Group:
-    "A sweep's ledger as a page of the terminal."
+    "A sweep's ledger as a page of the terminal: stages, outcomes and flags of the matrix and stage that the last row belongs to, the last rows."
     failed, table = [r for r in rows if r.get("error")], Table("stage", "runs", "failed", "seconds each", box=None)
     for stage in sorted({r.get("stage", "-") for r in rows}):
         part = [r for r in rows if r.get("stage", "-") == stage]
@@ -173,7 +184,9 @@ def render_ledger(
         table.add_row(stage, f"{len(part):,}", str(sum(bool(r.get("error")) for r in part)), f"{mean:.1f}")
     last = Table("format", "storage", "rule", "seed", "validation loss", box=None)
     for r in rows[-5:]: last.add_row(*(str(r.get(k, "-")) for k in ("format", "storage", "rule", "seed")), _number(r.get("val_loss")))
-    parts = [Text(f"{path.parent}  {len(rows):,} runs", "bold"), table, Text("the last", "bold"), last]
+    now = [r for r in rows if all(r.get(key) == rows[-1].get(key) for key in ("matrix", "stage"))]
+    title = " ".join(str(rows[-1][key]) for key in ("matrix", "stage") if rows and rows[-1].get(key))
+    parts = [Text(f"{path.parent}  {len(rows):,} runs", "bold"), table, Text(title, "bold"), _outcomes(now), Text("the last", "bold"), last]
     return Group(Panel(Group(*parts, *(Text(f"{r.get('run')}: {r['error']}", "red") for r in failed[-3:]))))
 
 # %% ../nbs/15b_watch.ipynb #d2da416c
