@@ -1,4 +1,4 @@
-"""Looks after the notebooks: runs them, renders the README, and checks that they are clean and exported."""
+"""Looks after the notebooks: runs them, renders the README, links them to Colab and Binder, and checks that they are clean and exported."""
 import argparse
 import filecmp
 import os
@@ -138,6 +138,58 @@ def readme(args) -> int:
     return 0
 
 
+# links: where a page can be run by a click, and what makes that work; the same on every page
+
+
+FROZEN = {"studies/protocol.ipynb"}  # was committed before the runs of the study, and is not changed
+PROMISE = "After this page you "  # begins the second cell of every page
+
+def launch_line(name: str) -> str:
+    "The links of the page `name`, a path below nbs/."
+    config = get_config()
+    place = f"{config.user}/{config.repo}"
+    return (f"[Open in Colab](https://colab.research.google.com/github/{place}/blob/{config.branch}/nbs/{name}) or "
+            f"[in Binder](https://mybinder.org/v2/gh/{place}/{config.branch}?labpath=nbs/{name})")
+
+
+def colab_cell(name: str) -> str:
+    "Colab opens a notebook alone: this cell fetches the project, installs it, and goes to the notebook's folder. It does nothing elsewhere."
+    config = get_config()
+    return "\n".join([
+        "#| hide", "#| eval: false", "import os", "import subprocess", "",
+        'if os.path.isdir("/content"):  # Google Colab',
+        f'    subprocess.run("git clone -q --depth 1 {config.git_url} /content/altgrad && pip install -q \'/content/altgrad[dev]\'", shell=True, check=True)',
+        f'    os.chdir("/content/altgrad/{posixpath.dirname(f"nbs/{name}")}")'])
+
+
+def with_links(nb, name: str):
+    "The notebook with both in its second and third cell."
+    promise = nb.cells[1]
+    if promise.cell_type != "markdown" or not promise.source.startswith(PROMISE): sys.exit(f"{name}: the second cell must begin with {PROMISE!r}")
+    promise.source = f"{promise.source.partition(chr(10))[0]}\n\n{launch_line(name)}"
+    source = colab_cell(name)
+    if "# Google Colab" not in nb.cells[2].source: nb.cells.insert(2, nbformat.v4.new_code_cell(source))
+    nb.cells[2].source = source
+    return nb
+
+
+def links(args) -> int:
+    "Write the links into every page, or with --check say where they are missing."
+    stale = []
+    for path in sorted(nbglob(NBS, as_path=True)):
+        name = path.relative_to(NBS).as_posix()
+        if name in FROZEN: continue
+        before = nbformat.read(path, as_version=4)
+        after = with_links(nbformat.read(path, as_version=4), name)
+        if [c.source for c in before.cells] == [c.source for c in after.cells]: continue
+        stale.append(name)
+        if args.check: continue
+        write_atomically(path, nbformat.writes(after))
+        nbdev_clean.__wrapped__(str(path))
+    for name in stale if args.check else (): print(f"{name} lacks its links: run .ci/notebooks.py links", file=sys.stderr)
+    return int(args.check and bool(stale))
+
+
 # checks: both work on copies, so the tree is never changed and need not be a git checkout
 
 
@@ -186,6 +238,9 @@ def parse_args() -> argparse.Namespace:
     render = commands.add_parser("readme", help="write README.md from nbs/index.ipynb")
     render.add_argument("--check", action="store_true", help="only compare; exit 1 if it differs")
     render.set_defaults(function=readme)
+    place = commands.add_parser("links", help="write the links to Colab and Binder into every page")
+    place.add_argument("--check", action="store_true", help="only compare; exit 1 if some page lacks them")
+    place.set_defaults(function=links)
     commands.add_parser("check-clean", help="would nbdev_clean change a notebook?").set_defaults(function=check_clean)
     commands.add_parser("check-export", help="would nbdev_export change altgrad/?").set_defaults(function=check_export)
     return parser.parse_args()
