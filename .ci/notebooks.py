@@ -166,7 +166,7 @@ def with_links(nb, name: str):
     "The notebook with both in its second and third cell."
     promise = nb.cells[1]
     if promise.cell_type != "markdown" or not promise.source.startswith(PROMISE): sys.exit(f"{name}: the second cell must begin with {PROMISE!r}")
-    promise.source = f"{promise.source.partition(chr(10))[0]}\n\n{launch_line(name)}"
+    promise.source = promise.source.partition("\n\n[Open in Colab]")[0] + f"\n\n{launch_line(name)}"
     source = colab_cell(name)
     if "# Google Colab" not in nb.cells[2].source: nb.cells.insert(2, nbformat.v4.new_code_cell(source))
     nb.cells[2].source = source
