@@ -33,7 +33,7 @@ from .model import attention_entropy
 from .scaling import compute_scale
 from .statistics import _bins, _count_bins, _histogram, _layout
 from .storage import GridTensor
-from .surgery import Precision, QuantizedLinear, quantized_layers, quantizers
+from .surgery import CLASSES, Precision, Quantized, quantized_layers, quantizers
 
 # %% ../nbs/08_monitors.ipynb #ba46f687
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ UPDATES = MetricGroup("updates/<layer>/", "one pass over the weights; the sizes:
            "flat while the loss falls elsewhere: this layer is stuck"),
 ))
 
-GRADIENTS = MetricGroup("gradients/<layer>/", "one pass over the gradients", "the gradient $g$ of a linear layer's weight, before clipping", (
+GRADIENTS = MetricGroup("gradients/<layer>/", "one pass over the gradients", "the gradient $g$ of a linear layer's or a convolution's weight, before clipping", (
     Metric("l2", "$\\lVert g \\rVert_2$", "of $g$", "a jump: instability; 0: dead"),
     Metric("max", "$\\max |g|$", "of $g$", "a jump: an outlier in the batch"),
     Metric("snr", "$|\\mathrm{mean}\\, g| / \\mathrm{std}\\, g$ over elements", "1", "near 0 is usual; a jump: a common direction, e.g. a bias"),
@@ -116,7 +116,7 @@ ATTENTION = MetricGroup("attention/<layer>/<head>/", "the scores of one sequence
 ))
 
 HEALTH = MetricGroup("health/<layer>/", "an eigenvalue problem a layer, every `health_every` steps; waits for the device",
-    "the singular values $\\sigma_i$ of a linear layer's weight", (
+    "the singular values $\\sigma_i$ of a linear layer's weight, or of a convolution's filters as rows", (
     Metric("spectral_norm", "$\\sigma_1$", "of $w$", "grows without end: instability"),
     Metric("stable_rank", "$\\sum_i \\sigma_i^2 / \\sigma_1^2$", "1", "below half of where it was (0.7 for head and attention output): collapse"),
     Metric("effective_rank", "$\\exp(-\\sum_i p_i \\ln p_i)$, $p_i = \\sigma_i / \\sum \\sigma$ (Roy and Vetterli 2007)", "1", "the same"),
@@ -157,7 +157,7 @@ class WeightMonitor:
 
     @staticmethod
     @torch.no_grad()
-    def _state(layer: QuantizedLinear) -> tuple[Tensor, Tensor]:
+    def _state(layer: Quantized) -> tuple[Tensor, Tensor]:
         if isinstance(layer.weight, GridTensor): return layer.weight.how["counts"].clone(), layer.weight.dequantize()
         return layer.weight.detach().float().clone(), layer.quantized_weight().float()
 
@@ -178,7 +178,7 @@ class WeightMonitor:
 # %% ../nbs/08_monitors.ipynb #354783fa
 @torch.no_grad()
 def bit_histogram(
-    model: nn.Module,  # with at least one `QuantizedLinear`, else the counts are all zero
+    model: nn.Module,  # with at least one quantized layer, else the counts are all zero
 ) -> list[int]:  # 256 counts, in code order
     "How many finite quantized weights have each code (its top 8 bits where the code is wider; at the top of 8 bits where it is narrower)."
     count = torch.zeros(256, dtype=torch.int64)
@@ -477,7 +477,7 @@ def _quantiles(device: torch.device) -> Tensor: return torch.tensor(QUANTILES, d
 
 def _plain_weight(w: Tensor) -> Tensor: return w.data.dequantize() if isinstance(w.data, GridTensor) else w.detach().float()
 
-def _scale_now(m: QuantizedLinear) -> Tensor:
+def _scale_now(m: Quantized) -> Tensor:
     "The weight's scale; where the usual recipe makes it, from the two ends, which costs less than from the magnitudes."
     point = m.points["weight"]
     if isinstance(m.weight, GridTensor) or point.scaling is not None or point.precision.granularity != "tensor": return m.weight_scale()
@@ -551,14 +551,14 @@ def update_metrics(
 
 # %% ../nbs/08_monitors.ipynb #6fee7163
 class GradientCounts:
-    "Norms, signal-to-noise ratio and dead neurons of the linear layers' weight gradients."
+    "Norms, signal-to-noise ratio and dead neurons of the weight gradients of linear layers and convolutions."
     def __init__(
         self,
         model: nn.Module,
-        dead_below: float = 1e-8,  # a neuron, a row of the weight, is silent where all of its gradient is below
+        dead_below: float = 1e-8,  # a neuron, a row or filter of the weight, is silent where all of its gradient is below
         dead_after: int = 10,  # and dead after so many silent measured steps in a row
     ):
-        self.layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        self.layers = {name: m for name, m in model.named_modules() if isinstance(m, tuple(CLASSES))}
         self.dead_below, self.dead_after = dead_below, dead_after
         self.silent: dict[str, Tensor] = {}  # measured steps in a row for which each row was silent
 
@@ -568,6 +568,7 @@ class GradientCounts:
         for name, m in self.layers.items():
             g = m.weight.grad
             if g is None: continue
+            g = g.flatten(1)
             rows = torch.maximum(g.amax(1), -g.amin(1))
             before = self.silent.get(name, torch.zeros_like(rows)).to(rows.device)
             self.silent[name] = torch.where(rows < self.dead_below, before + 1, 0)
@@ -627,9 +628,9 @@ def matrix_health(
     return tuple(torch.where(finite, v.nan_to_num(0.0), torch.nan) for v in (s.max(), stable, torch.where(s.sum() > 0, effective, 0.0)))
 
 def measure_health(model: nn.Module, parcel: Parcel) -> None:
-    "Puts the health of every linear layer's weight into the parcel."
+    "Puts the health of every linear layer's and convolution's weight into the parcel."
     for name, m in model.named_modules():
-        if isinstance(m, nn.Linear): parcel["health", name] = torch.stack(matrix_health(_plain_weight(m.weight)))
+        if isinstance(m, tuple(CLASSES)): parcel["health", name] = torch.stack(matrix_health(_plain_weight(m.weight).flatten(1)))
 
 def health_metrics(found: Mapping[Any, np.ndarray]) -> dict[str, float]:
     "The metrics of `HEALTH` by layer; under `all` the largest norm and the smallest ranks."

@@ -59,7 +59,7 @@ def _in_blocks(x: Tensor, block: int, dim: int) -> Tensor:
 def amax_of(
     x: Tensor,  # float tensor of any shape, not empty
     granularity: str | int = "tensor",  # tensor, channel, or a block's length
-    dim: int = -1,  # along which a channel, or a block, lies
+    dim: int | tuple[int, ...] = -1,  # along which a channel, or a block (of one dimension), lies
 ) -> Tensor:  # largest magnitudes: 0-dim; `x` with `dim` of length 1; or with one number a block along `dim`
     "The largest magnitude of each group that shares a scale; NaN where a group holds one. InputError for other granularities."
     if not x.numel(): raise InputError("amax_of takes a tensor with elements")
@@ -82,7 +82,7 @@ def scale_of(
     x: Tensor,  # float tensor of any shape, not empty
     fmt: FP8Format | str,  # the format that `x` is to be rounded to
     granularity: str | int = "tensor",  # tensor, channel, or a block's length
-    dim: int = -1,  # along which a channel, or a block, lies
+    dim: int | tuple[int, ...] = -1,  # along which a channel, or a block (of one dimension), lies
     kind: str = "power_of_two",  # one of `KINDS`
 ) -> Tensor:  # float32, broadcasts to `x`: a divisor for `fake_quantize`
     "Scales for `x` at a granularity, from its own amax: see `amax_of` and `compute_scale`."

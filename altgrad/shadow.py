@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .formats import InputError
 from .model import loss_of
 from .monitors import Parcel
-from .surgery import QuantizedLinear, high_precision
+from .surgery import CLASSES, Quantized, high_precision
 
 # %% ../nbs/09_shadow.ipynb #dcc7e6a3
 def random_states(device: torch.device) -> dict[str, Tensor]:
@@ -27,8 +27,8 @@ def _restore(states: Mapping[str, Tensor], device: torch.device) -> None:
     if "cuda" in states: torch.cuda.set_rng_state(states["cuda"], device)
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    "The weights of all linear layers that are trained, by the layer's qualified name."
-    return {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
+    "The weights of all linear layers and convolutions that are trained, by the layer's qualified name."
+    return {name: m.weight for name, m in model.named_modules() if isinstance(m, tuple(CLASSES)) and m.weight.requires_grad}
 
 def shadow_gradients(
     model: nn.Module,
@@ -36,7 +36,7 @@ def shadow_gradients(
     states: Mapping[str, Tensor],  # from `random_states` before the step's forward pass
     loss: Callable = loss_of,  # of model, tokens and next tokens
 ) -> dict[str, Tensor]:  # qualified layer name to gradient, float32
-    "The gradients of the linear layers' weights for the mean loss over micro-batches, in FP32 without rounding."
+    "The gradients of these weights for the mean loss over micro-batches, in FP32 without rounding."
     weights = linear_weights(model)
     device, total = next(model.parameters()).device, None
     now = random_states(device)
@@ -59,7 +59,7 @@ class Shadow:
         loss: Callable = loss_of,  # of model, tokens and next tokens
     ):
         if every < 1: raise InputError(f"every must be at least 1, not {every}")
-        if not any(isinstance(m, QuantizedLinear) for m in model.modules()): raise InputError("the model has nothing to compare: call quantize_model first")
+        if not any(isinstance(m, Quantized) for m in model.modules()): raise InputError("the model has nothing to compare: call quantize_model first")
         self.model, self.every, self.loss, self.active = model, every, loss, False
 
     def begin(self, step: int) -> None:

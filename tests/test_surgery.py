@@ -73,7 +73,7 @@ def test_transformer_encoder_in_training_and_evaluation(training):
     report = quantize_model(model, "E4M3")
     names = [row.name for row in report.changed]
     assert names == [f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)]
-    assert {row.why for row in report if not row.format} == {"a NonDynamicallyQuantizableLinear, not a plain Linear"}
+    assert {row.why for row in report if not row.format} == {"a NonDynamicallyQuantizableLinear, not a plain Linear or Conv2d"}
     x = torch.randn(3, 7, 32)
     padding = torch.zeros(3, 7, dtype=torch.bool)
     padding[:, 5:] = True
@@ -160,6 +160,6 @@ def test_first_matching_rule_wins_and_an_unmatched_one_is_an_error():
     got = {row.name.replace("model.layers.", ""): row.format for row in report}
     assert got["0.self_attn.q_proj"] is None and got["0.self_attn.k_proj"] == "E4M3" and got["1.self_attn.k_proj"] == "E5M2"
     assert "lm_head" in got and got["lm_head"] is None
-    with pytest.raises(InputError, match="no linear layer matches 'transformer.h"):
+    with pytest.raises(InputError, match="no linear layer or convolution matches 'transformer.h"):
         quantize_model(CausalLM(), config=PrecisionConfig([LayerPrecisionRule("transformer.h.*", "E4M3")], default="E4M3"))
     with pytest.raises(InputError, match="quantized already"): quantize_model(model, "E4M3")
