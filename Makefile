@@ -15,10 +15,13 @@ help: ## list the targets
 demo: $(INSTALLED) ## train the BF16 baseline and three 8-bit formats, and compare them in runs/demo
 	$(BIN)/altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 e7m0_fp8 --out runs/demo
 
-test: $(INSTALLED) ## lint, clean and exported notebooks, the notebooks' own tests, pytest
+test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks' own tests, pytest
 	@mkdir -p .venv/home
 	@echo "== ruff: the code has no lint"
 	@$(BIN)/ruff check -q --output-format concise --config .ci/ruff.toml altgrad tests setup.py .ci
+	@$(BIN)/ruff check -q --output-format concise --config .ci/ruff-notebooks.toml nbs
+	@echo "== mypy: annotations are right"
+	@$(BIN)/mypy --config-file .ci/mypy.ini
 	@echo "== nbdev_clean: the notebooks carry no needless metadata"
 	@$(ISOLATED) $(BIN)/python .ci/notebooks.py check-clean
 	@echo "== nbdev_export: altgrad/ is what the notebooks export"

@@ -20,9 +20,10 @@ setup(
     keywords=facts["keywords"],
     license="Apache-2.0",
     packages=find_packages(include=["altgrad*"]),
+    package_data={"altgrad": ["py.typed"]},
     python_requires=f">={facts['min_python']}",
     install_requires=facts["requirements"].split(),
-    extras_require={extra: facts[f"{extra}_requirements"].split() for extra in ("dev", "bench", "ray", "workspace")},
+    extras_require={extra: facts[f"{extra}_requirements"].split() for extra in ("dev", "bench", "ray", "workspace", "integrations")},
     entry_points={
         "console_scripts": facts["console_scripts"].split(),
         "nbdev": [f"{facts['lib_name']}={facts['lib_path']}._modidx:d"],

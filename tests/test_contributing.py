@@ -1,0 +1,124 @@
+"""What CONTRIBUTING.md promises: a format is one line in one notebook, proved on a copy of the notebooks; the update rule that it shows works."""
+import difflib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+BEFORE = '    FP8Format("float8_e3m4", 3, 4, bias=3, specials="ieee"),\n'
+LINE = '    FP8Format("a_new_format", 4, 3, bias=9, specials="fn"),\n'  # E4M3 with two more in its bias: torch's float8_e4m3fn divided by four
+
+# What a user does with a format, and what torch's own float8 says it must give.
+USE = """
+import torch
+from torch import nn
+
+from altgrad.formats import FORMATS, get_format
+from altgrad.geometry import code_coordinate, stiffness
+from altgrad.interchange import load_codes, save_codes
+from altgrad.optim import StiffnessAdamW
+from altgrad.quantize import fake_quantize
+from altgrad.storage import STORAGES, make_grid_tensor, store_on_grid
+from altgrad.surgery import quantize_model, quantized_weights
+from altgrad.trainer import make_config
+
+def by_torch(x, scale=1.0): return (x / scale * 4).to(torch.float8_e4m3fn).float() / 4 * scale
+
+name, codes = "a_new_format", torch.arange(256, dtype=torch.uint8)
+fmt, values = get_format("A_NEW_FORMAT"), codes.view(torch.float8_e4m3fn).float() / 4
+finite = values.isfinite()
+assert fmt is FORMATS[name] and fmt is get_format("E4M3b9fn") and fmt.max == 112
+assert torch.equal(fmt.values[finite], values[finite]) and torch.equal(fmt.values.isnan(), values.isnan())
+torch.manual_seed(0)
+x = torch.cat([torch.randn(4096) * 10.0 ** torch.randint(-4, 2, (4096,)), torch.tensor([0.0, -0.0])]).clamp(-112, 112)
+assert torch.equal(fake_quantize(x, name), by_torch(x)) and torch.equal(fmt.to_bits(x), (x * 4).to(torch.float8_e4m3fn).view(torch.uint8))
+positive = values[:127]
+assert torch.equal(code_coordinate(positive, name), torch.arange(127.0)) and torch.equal(stiffness(positive[8:-1], name), positive[9:] - positive[8:-1])
+for storage in STORAGES[1:-1]:
+    grid = make_grid_tensor(x, name, storage)
+    assert torch.equal(grid.dequantize(), by_torch(x, grid.scale))
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+quantize_model(model, name)
+assert torch.equal(model[0].quantized_weight(), by_torch(model[0].weight, model[0].weight_scale()))
+store_on_grid(model, "grid_nearest")
+optimizer, before = StiffnessAdamW(quantized_weights(model).values(), name, 0.1), model[0].weight.data.codes.clone()
+model(torch.randn(4, 8)).sum().backward()
+optimizer.step()
+assert not torch.equal(before, model[0].weight.data.codes)
+save_codes(model, "model.safetensors")
+assert load_codes("model.safetensors")["0.weight"].fmt == fmt
+assert make_config({"format": name}).format == name
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    "A copy of the notebooks with one more line, and what they export."
+    folder = tmp_path_factory.mktemp("tree")
+    shutil.copy(ROOT / "settings.ini", folder)
+    shutil.copytree(ROOT / "nbs", folder / "nbs", symlinks=True, ignore=shutil.ignore_patterns("results", "images", "studies", "tutorials"))
+    path = folder / "nbs/00_formats.ipynb"
+    text, quoted = path.read_text(encoding="utf-8"), json.dumps(BEFORE, ensure_ascii=False)
+    assert text.count(quoted) == 1
+    path.write_text(text.replace(quoted, f"{quoted},\n    {json.dumps(LINE, ensure_ascii=False)}"), encoding="utf-8")
+    (folder / "altgrad").mkdir()
+    shutil.copy(ROOT / "altgrad/__init__.py", folder / "altgrad")
+    env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # nbdev_export does nothing where it is set
+    code = "from nbdev.doclinks import nbdev_export; nbdev_export.__wrapped__()"
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, check=True)
+    return folder
+
+
+def run(tree: Path, *command: str) -> str:
+    "What Python prints with the copy as its package; its errors if it fails."
+    env = {**os.environ, "PYTHONPATH": str(tree), "HOME": str(tree)}
+    done = subprocess.run([sys.executable, *command], cwd=tree, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_one_line_is_all_that_changed(tree):
+    changed = {}
+    for new in sorted((tree / "altgrad").glob("*.py")):
+        if new.name == "_modidx.py": continue
+        pair = [p.read_text(encoding="utf-8").splitlines(keepends=True) for p in (ROOT / "altgrad" / new.name, new)]
+        lines = [line for line in difflib.ndiff(*pair) if line[0] in "+-"]
+        if lines: changed[new.name] = lines
+    assert changed == {"formats.py": ["+ " + LINE]}
+
+
+def test_the_format_works_everywhere(tree):
+    assert str(tree) in run(tree, "-c", "import altgrad; print(altgrad.__file__)")
+    run(tree, "-c", USE)
+
+
+def test_the_command_line_knows_it(tree):
+    shown = run(tree, "-c", "from altgrad.cli import main; raise SystemExit(main(['formats', 'a_new_format']))")
+    assert "E4M3b9fn" in shown and "112" in shown
+
+
+def test_the_notebook_of_the_formats_still_passes(tree):
+    run(tree, "-c", "from nbdev.test import nbdev_test; nbdev_test.__wrapped__(path='nbs/00_formats.ipynb', n_workers=0)")
+
+
+def test_the_update_rule_of_the_page_moves_every_weight_by_one_code():
+    from altgrad import optim
+    from altgrad.storage import make_grid_tensor
+
+    rule = re.search(r"```python\n(class .*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    names = dict(vars(optim))
+    exec(rule, names)
+    w = torch.nn.Parameter(make_grid_tensor(torch.linspace(0.3, 3.0, 64), "E4M3", "grid_nearest"))  # the largest has a code above it
+    before, w.grad = w.data.codes.long(), torch.where(torch.arange(64) % 2 == 0, 2.0, -1e-3)
+    optimizer = names["SignSGD"]([w], "E4M3")
+    optimizer.step()
+    up, down = before + 1, torch.where(before % 8 == 0, before - 2, before - 1)  # below a power of two the spacing is half as wide
+    assert torch.equal(w.data.codes.long(), torch.where(w.grad > 0, down, up))
+    optimizer.load_state_dict(optimizer.state_dict())
