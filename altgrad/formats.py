@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Iterable
+from typing import Any, Iterable
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class _Grid(_Limits):
     @property
     def min_positive(self) -> float:
         "The smallest value above zero, subnormal where there are subnormals."
-        return self.min_subnormal or self.min_normal
+        return self.min_subnormal or 2.0**self.min_exponent
 
     @property
     def eps(self) -> float | None:
@@ -227,7 +227,7 @@ class FP8Format(_SpecialCodes):
     def _repr_markdown_(self) -> str: return _markdown(self)
 
 # %% ../nbs/00_formats.ipynb #4b3a73ca
-def _check_facts(fmt: _Facts) -> None:
+def _check_facts(fmt: Any) -> None:  # an FP8Format
     "Raises InputError unless the facts describe a format of at most 16 bits whose values fit in float32."
     E, M, name = fmt.exponent_bits, fmt.mantissa_bits, fmt.name
     if fmt.specials not in SPECIALS: raise unknown("specials", fmt.specials, SPECIALS)
@@ -392,7 +392,8 @@ def _parse(word: str) -> FP8Format | None:
     ending = _ENDING.fullmatch(parts[4].lower())
     if ending is None: raise unknown("ending of a format", parts[4], (*SPECIALS[1:], "u (no sign)", "n (no subnormals)", "t (two's complement)"))
     specials, unsigned, normal, twos = ending.groups()
-    fmt = FP8Format(word, *(int(parts[i]) for i in (1, 2, 3)), specials or "none", not unsigned, not normal, bool(twos))
+    exponent_bits, mantissa_bits, bias = (int(parts[i]) for i in (1, 2, 3))
+    fmt = FP8Format(word, exponent_bits, mantissa_bits, bias, specials or "none", not unsigned, not normal, bool(twos))
     return replace(fmt, name=fmt.spec)
 
 # %% ../nbs/00_formats.ipynb #9b4803c0
@@ -412,7 +413,7 @@ def _find(name: str) -> str:
     if name not in _FOUND: _FOUND[name] = _search(name)
     return name
 
-_find._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets, without the seconds that importing the compiler takes
+_find._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets, without the seconds that importing the compiler takes
 
 def get_format(
     name: str | FP8Format,  # a name or a spec, in any case; or a format, which is returned as it is

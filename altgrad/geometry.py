@@ -105,7 +105,7 @@ def plot_stiffness(
         inside = w <= FORMATS[name].max
         ax.plot(w[inside], stiffness(w[inside], name), color=COLORS[name], label=name, lw=1.5)
     ax.plot(w, w, color="0.7", lw=1, ls=":")
-    ax.text(w[-1], w[-1], "S = |w|", ha="right", va="bottom", fontsize=8, color="0.4")
+    ax.text(2.0**high, 2.0**high, "S = |w|", ha="right", va="bottom", fontsize=8, color="0.4")
     ax.set_xscale("log", base=2), ax.set_yscale("log", base=2)
     ax.set(xlabel="|w|", ylabel="stiffness S(w), the local spacing")
     ax.legend(ncols=2, fontsize=8, frameon=False)

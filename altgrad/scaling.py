@@ -66,6 +66,7 @@ def amax_of(
     if granularity == "tensor": return x.detach().abs().amax()
     if granularity == "channel": return x.detach().abs().amax(dim, keepdim=True)
     if not isinstance(granularity, int) or granularity < 1: raise unknown("granularity", granularity, ("tensor", "channel", "a block's length from 1"))
+    if not isinstance(dim, int): raise InputError(f"blocks lie along one dimension, not along {dim}")
     return _in_blocks(x.detach().abs(), granularity, dim).amax(-1).movedim(-1, dim)
 
 # %% ../nbs/02_scaling.ipynb #3d55bf34
@@ -87,7 +88,7 @@ def scale_of(
 ) -> Tensor:  # float32, broadcasts to `x`: a divisor for `fake_quantize`
     "Scales for `x` at a granularity, from its own amax: see `amax_of` and `compute_scale`."
     scale = compute_scale(amax_of(x, granularity, dim), fmt, kind)
-    return scale if isinstance(granularity, str) else spread(scale, granularity, x.shape[dim], dim)
+    return scale if isinstance(granularity, str) or not isinstance(dim, int) else spread(scale, granularity, x.shape[dim], dim)
 
 # %% ../nbs/02_scaling.ipynb #b9faf1af
 def _finite(x: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ def nvfp4_scale(
     whole = amax.amax()
     tensor_scale = torch.where(whole > 0, whole / (e4m3.max * top), 1.0).clamp(min=2.0**-117)
     scale = fake_quantize(amax / top, e4m3, tensor_scale)  # the block's scale times the tensor's
-    return spread(torch.maximum(scale, e4m3.min_subnormal * tensor_scale), block, x.shape[dim], dim)
+    return spread(torch.maximum(scale, e4m3.min_positive * tensor_scale), block, x.shape[dim], dim)
 
 # %% ../nbs/02_scaling.ipynb #4980db11
 class AmaxMemory:
@@ -203,6 +204,9 @@ class AmaxAverage(AmaxMemory):
 # %% ../nbs/02_scaling.ipynb #cedfc03b
 class _Resumable:
     "What a `Scaling` gives to a checkpoint, and takes from one."
+    memory: AmaxMemory
+    scale: Tensor
+
     def state_dict(self) -> dict:
         "What a checkpoint needs: the memory's state, the scale, and which recipe they belong to."
         return {"recipe": repr(self), "memory": self.memory.state, "scale": self.scale}
