@@ -95,7 +95,7 @@ UPDATES = MetricGroup("updates/<layer>/", "one pass over the weights; the sizes:
            "flat while the loss falls elsewhere: this layer is stuck"),
 ))
 
-GRADIENTS = MetricGroup("gradients/<layer>/", "one pass over the gradients", "the gradient $g$ of a linear layer's or a convolution's weight, before clipping", (
+GRADIENTS = MetricGroup("gradients/<layer>/", "one pass over the gradients", "the gradient $g$ of a linear layer's or convolution's weight, before clipping", (
     Metric("l2", "$\\lVert g \\rVert_2$", "of $g$", "a jump: instability; 0: dead"),
     Metric("max", "$\\max |g|$", "of $g$", "a jump: an outlier in the batch"),
     Metric("snr", "$|\\mathrm{mean}\\, g| / \\mathrm{std}\\, g$ over elements", "1", "near 0 is usual; a jump: a common direction, e.g. a bias"),

@@ -99,7 +99,8 @@ COURSE = ("dead_zone", "stall", "flips", "ulps", "sign_flips", "step_rms", "nois
 
 def _history(row: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
     "Steps and what is known of each: the loss every ten steps, the course where it was measured."
-    found, every = {}, (row.get("task") or {}).get("every", 20)
+    found: dict[int, dict[str, float]] = {}
+    every = (row.get("task") or {}).get("every", 20)
     for i, loss in enumerate(row.get("curve") or ()): found.setdefault(10 * (i + 1), {})["loss"] = loss
     for name in COURSE:
         for i, v in enumerate((row.get("course") or {}).get(name) or ()): found.setdefault(every * (i + 1), {})[name] = v
