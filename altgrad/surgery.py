@@ -106,9 +106,8 @@ class Quantizer:
 
     def scale(self, x: Tensor, advance: bool = False) -> Tensor:
         "The divisor for `x`, broadcastable to it; enters its amax into the memory if asked to."
-        x = x.detach()
         if self.scaling is None: return scale_of(x, self.precision.format, self.precision.granularity, self.dim)
-        first, amax = self.scaling.memory.state is None, x.abs().amax()
+        first, amax = self.scaling.memory.state is None, x.detach().abs().amax()
         before = compute_scale(amax, self.precision.format) if first else self.scaling.scale
         if advance: self.scaling.update(amax)
         return before
