@@ -45,8 +45,11 @@ def test_a_compiled_run_is_one_graph_with_the_losses_of_the_eager_one(run):
     torch.testing.assert_close([r["loss"] for r in compiled], [r["loss"] for r in eager], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("arm", [dict(storage="grid_stochastic"), dict(storage="bf16", rule="madam", rule_lr=0.01), dict(activation="E4M3 delayed", head="E5M2", grad_accum=2),
-                                 dict(residual_clamp=2.0, format="bfloat16"), dict(activation="E4M3", monitor_every=2)], ids=str)
+ARMS = (dict(storage="grid_stochastic"), dict(storage="bf16", rule="madam", rule_lr=0.01), dict(activation="E4M3 delayed", head="E5M2", grad_accum=2),
+        dict(residual_clamp=2.0, format="bfloat16"), dict(activation="E4M3", monitor_every=2))
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
 def test_every_kind_of_run_is_traced_without_a_break(run, arm, monkeypatch):
     whole = run("eager", **arm)[1]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # the graph, run as it is: equal to the last bit
