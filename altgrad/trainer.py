@@ -430,10 +430,6 @@ class _Kept:
         self.evaluations = first(lambda: [(row["step"], row["val_loss"]) for row in self.folder.metrics() if row.get("val_loss") is not None])
         if self.series: self.series.keep(step)
 
-    def looks(self) -> bool:
-        "Whether the step is measured."
-        return self.monitors is not None and self.monitors.active
-
     def has_converged(self) -> bool:
         "Whether the last `converge_window` evaluations say that learning is over."
         last = self.evaluations[-(self.config.converge_window or 0) :]
@@ -467,17 +463,16 @@ class _Kept:
 class Watch(_Kept):
     "All that looks at the steps of a run, and what a checkpoint must keep of it."
     def __init__(self, trainer: "Trainer"):
-        c, self.model = trainer.config, trainer.model
+        c, self.model, optimizers = trainer.config, trainer.model, trainer.optimizers
         self.config, self.folder, self.device = c, trainer.folder, trainer.device
         self.monitors = self.shadow = self.series = self.interventions = None
         self.alarms, self.evaluations, self.events = Alarms(), [], []
         if c.monitor_every is None: return
-        self.monitors = Monitors(self.model, trainer.optimizers, c.monitor_every or None)
-        if rank() == 0: self.series = SeriesLog(trainer.folder.path / "series")
+        self.monitors, self.series = Monitors(self.model, optimizers, c.monitor_every or None), None if rank() else SeriesLog(self.folder.path / "series")
         if c.shadow_every:
             self.shadow = Shadow(self.model, c.shadow_every)
             self.monitors.readers.append(shadow_metrics)
-        if c.interventions: self.interventions = Interventions(self.model, trainer.optimizers, _words(c.interventions))
+        if c.interventions: self.interventions = Interventions(self.model, optimizers, _words(c.interventions))
 
     def start(self) -> None:
         "Looks at the weights before the first step."
@@ -544,7 +539,8 @@ def evaluate(
 # %% ../nbs/13_trainer.ipynb #6ef3a0d5
 def _loss(trainer: Trainer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     "The loss of a micro-batch, by the compiled model where there is one; a step that is measured is not compiled."
-    model = trainer.model if trainer.watch.looks() else trainer.forward
+    monitors = trainer.watch.monitors
+    model = trainer.model if monitors and monitors.active else trainer.forward
     try: return loss_of(model, x, y)
     except Exception as e:
         if model is trainer.model or not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")): raise
@@ -670,6 +666,7 @@ def _build(trainer: Trainer) -> None:
     trainer.seconds, trainer.skipped, trainer.finished_steps, trainer.said = 0.0, 0, 0, []
     trainer.watch = Watch(trainer)
 
+# %% ../nbs/13_trainer.ipynb #73571d67
 def _start(trainer: Trainer) -> int:
     "Makes the folder, or takes up the checkpoint in it and drops what was written after it; the number of updates already made."
     start, extra, (again, found) = 0, {}, first(_found, trainer)
