@@ -34,6 +34,8 @@ examples
   altgrad formats E4M3b8                           the same for a format that has no name: 4 + 3 bits, bias 8
   altgrad train e4m3_fp8                           one run, into runs/e4m3_fp8
   altgrad train my.yaml --set lr=1e-3 --set seed=7
+  altgrad train my.yaml --set compile=on           training passes by torch.compile; off without CUDA unless set
+  torchrun --nproc-per-node 2 --no-python altgrad train my.yaml     in two processes, each with half of every batch
   altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 e7m0_fp8
   altgrad compare bf16_baseline e4m3_fp8 --set data=path:my.txt --set max_steps=60 --out runs/mine
   altgrad watch runs/e4m3_fp8                      follow a run, or the ledger of a sweep, while it goes on
@@ -180,13 +182,15 @@ def _list_formats() -> None:
 def _train(args: argparse.Namespace) -> int:
     "`altgrad train CONFIG`"
     from altgrad.experiment import find_config
+    from altgrad.parallel import agree, rank
     from altgrad.report import number_text
     from altgrad.trainer import Trainer, succeeded
 
-    trainer = Trainer(find_config(args.config, dict(args.changes)), args.out, mirror=args.wandb)
-    _announce(args, [trainer])
+    trainer = Trainer(agree(find_config, args.config, dict(args.changes)), args.out, mirror=args.wandb)
+    if rank() == 0: _announce(args, [trainer])
     record = trainer.run(progress=not args.json)
-    if args.json: print(json.dumps(record))
+    if rank() > 0: pass  # process 0 speaks for all
+    elif args.json: print(json.dumps(record))
     else: print(f"{record['exit_reason']}: validation loss {number_text(record['results']['val_loss'])} nats per token; see {trainer.folder.path}")
     return 0 if succeeded(record) else 1
 
@@ -332,16 +336,33 @@ def _interrupt(*_):
     for s in _SIGNALS: signal.signal(s, signal.SIG_IGN)
     raise KeyboardInterrupt
 
+def _join(args: argparse.Namespace) -> None:
+    "Joins the processes that torchrun started, if it did; they train one model, and do nothing else."
+    if "WORLD_SIZE" not in os.environ: return
+    from altgrad.formats import InputError
+    from altgrad.parallel import join, world
+
+    join()
+    if world() > 1 and args.command != "train": raise InputError(f"torchrun is for altgrad train, not for altgrad {args.command}")
+
+def _speaks() -> bool:
+    "Whether this process prints what all of them have to say."
+    return "altgrad.parallel" not in sys.modules or sys.modules["altgrad.parallel"].rank() == 0
+
 def _run(args: argparse.Namespace) -> int:
     "Runs the command; one line and exit code 2 where the request is wrong, 1 where the disk is full."
     from altgrad.checkpoint import WriteError
     from altgrad.formats import InputError
+    from altgrad.parallel import ProcessLost
 
-    try: return {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay,
-              "max-lr": _max_lr, "watch": _watch, "autopsy": _autopsy, "workspace": _workspace}[args.command](args)
+    try:
+        _join(args)
+        return {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay,
+                "max-lr": _max_lr, "watch": _watch, "autopsy": _autopsy, "workspace": _workspace}[args.command](args)
     except InputError as e:
-        early = isinstance(e, WriteError)
-        print(f"altgrad: {' '.join(str(e).split())}" + "; the same command goes on from the last checkpoint" * early, file=sys.stderr)
+        early = isinstance(e, (WriteError, ProcessLost))
+        hint = "; the same command goes on from the last checkpoint" if early else ""
+        if _speaks() or isinstance(e, ProcessLost): print(f"altgrad: {' '.join(str(e).split())}{hint}", file=sys.stderr)
         return 1 if early else 2
 
 # %% ../nbs/16_cli.ipynb #5fbb76db
@@ -354,7 +375,7 @@ def main(
     args = make_parser().parse_args(argv)
     try: return _run(args)
     except KeyboardInterrupt:
-        print("altgrad: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        if _speaks(): print("altgrad: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -30,10 +30,11 @@ from .checkpoint import make_folder, remove_leftovers, write_atomic
 from .formats import COLORS, FP8Format, InputError, get_format, ulp, unit_in_first_place
 from .geometry import code_coordinate
 from .model import attention_entropy
+from .parallel import largest, rank, total, world
 from .scaling import compute_scale
 from .statistics import _bins, _count_bins, _histogram, _layout
 from .storage import GridTensor
-from .surgery import CLASSES, Precision, Quantized, quantized_layers, quantizers
+from .surgery import CLASSES, Precision, Quantized, Quantizer, quantized_layers, quantizers
 
 # %% ../nbs/08_monitors.ipynb #ba46f687
 @dataclass(frozen=True)
@@ -362,6 +363,19 @@ class Parcel:
         ends = np.cumsum([p.numel() for p in self.parts.values()])
         return {name: part.reshape(tuple(p.shape)) for (name, p), part in zip(self.parts.items(), np.split(flat, ends[:-1]))}
 
+# %% ../nbs/08_monitors.ipynb #75845dba
+def _of_all(points: Mapping[Any, Quantizer], found: dict[Any, Tensor], mean: bool = False) -> dict[Any, Tensor]:
+    "What was found, with what the other processes of the run found in their parts."
+    keys = [k for k in found if points[k].parted]
+    return found | dict(zip(keys, total([found[k] / world() if mean else found[k] for k in keys])))
+
+def _gather(c: "PointCounts") -> None:
+    "Puts sums, scales and histograms of the whole tensors in the place of those of the parts."
+    parted = [k for k in c.sums if c.points[k].parted]
+    tops = largest(torch.stack([c.sums[k][8] for k in parted])) if parted else ()
+    c.sums, c.scales, c.codes = _of_all(c.points, c.sums), _of_all(c.points, c.scales, mean=True), _of_all(c.points, c.codes)
+    for key, top in zip(parted, tops): c.sums[key][8] = top
+
 # %% ../nbs/08_monitors.ipynb #a6ca0b86
 class PointCounts:
     "What the points of a model round between `start` and `stop`; micro-batches are added up."
@@ -392,6 +406,7 @@ class PointCounts:
     def stop(self, parcel: Parcel) -> None:
         "Ends watching and puts everything into the parcel."
         for q in self.points.values(): q.probe = None
+        _gather(self)
         for name, m in self.on_grid.items():
             w, s = m.weight.data.dequantize(), m.weight.data.scale
             self._enter((name, "weight"), w, w, s, rounding_sums(w, w, s, m.weight_format))
@@ -399,7 +414,8 @@ class PointCounts:
         for key in self.sums:
             parcel["sums", *key], parcel["scale", *key] = self.sums[key], self.scales[key]
             if self.histogram: parcel["histogram", *key] = self.codes[key]
-        for key, d in _grid_distances(self.samples, {k: self.points[k].precision.format for k in self.samples}).items(): parcel["distance", *key] = d
+        distances = _grid_distances(self.samples, {k: self.points[k].precision.format for k in self.samples})
+        for key, d in _of_all(self.points, distances, mean=True).items(): parcel["distance", *key] = d
 
 # %% ../nbs/08_monitors.ipynb #21bf440d
 def _by_format(formats: dict[Any, FP8Format]) -> dict[FP8Format, list]:
@@ -603,7 +619,8 @@ class AttentionEntropy:
     def stop(self, parcel: Parcel) -> None:
         "Ends watching and puts everything into the parcel."
         for m in self.layers.values(): m.probe = None
-        for name, value in self.seen.items(): parcel["attention", name] = value
+        seen = [v if rank() == 0 else torch.zeros_like(v) for v in self.seen.values()]  # process 0 has the first sequence
+        for name, value in zip(self.seen, total(seen)): parcel["attention", name] = value
 
 def attention_metrics(found: Mapping[Any, np.ndarray]) -> dict[str, float]:
     "The metrics of `ATTENTION` by head; under `all` the smallest."

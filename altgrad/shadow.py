@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .formats import InputError
 from .model import loss_of
 from .monitors import Parcel
+from .parallel import total, world
 from .surgery import CLASSES, Quantized, high_precision
 
 # %% ../nbs/09_shadow.ipynb #dcc7e6a3
@@ -38,16 +39,16 @@ def shadow_gradients(
 ) -> dict[str, Tensor]:  # qualified layer name to gradient, float32
     "The gradients of these weights for the mean loss over micro-batches, in FP32 without rounding."
     weights = linear_weights(model)
-    device, total = next(model.parameters()).device, None
+    device, found = next(model.parameters()).device, None
     now = random_states(device)
     _restore(states, device)
     try:
         with high_precision(model), torch.autocast(device.type, enabled=False), torch.enable_grad():
             for x, y in batches:
                 new = torch.autograd.grad(loss(model, x, y) / len(batches), list(weights.values()))
-                total = new if total is None else [a + b for a, b in zip(total, new)]
+                found = new if found is None else [a + b for a, b in zip(found, new)]
     finally: _restore(now, device)
-    return dict(zip(weights, total))
+    return dict(zip(weights, total([g / world() for g in found])))
 
 # %% ../nbs/09_shadow.ipynb #5ec9cd18
 class Shadow:

@@ -10,10 +10,11 @@ __all__ = ['RULES', 'MAX_NONFINITE', 'ANOMALIES', 'TrainConfig', 'make_config', 
 # %% ../nbs/13_trainer.ipynb #9db11c3c
 import io
 import math
+import os
 import statistics
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Iterator
@@ -30,6 +31,8 @@ from .formats import InputError, get_format, unknown
 from .model import GPT, loss_of, preset
 from .monitors import Monitors, SeriesLog, WeightMonitor, bit_histogram, compiles, memory_bytes
 from .optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
+from .parallel import agree, first, join, part, rank, total, world
+from .quantize import rounding_key
 from .shadow import Shadow, shadow_metrics
 from .storage import STORAGES, GridTensor, store_on_grid
 from .surgery import (SKIP, LayerPrecisionRule, PrecisionConfig, clamp_outliers, fast_bfloat16, multiplies_narrow, parse_rules,
@@ -87,6 +90,7 @@ class TrainConfig(_Basics):
     shadow_every: int | None = None  # measured updates between FP32 shadows; null for none
     interventions: str | None = None  # fit_gradients, move_bit, or both with a comma; null for none
     converge_window: int | None = None  # evaluations by which the end of learning is judged, see `converged`; null: all updates are made
+    compile: str | None = None  # on: training passes by torch.compile, as one graph; off; null: on with CUDA where that is possible, else off
 
     def __post_init__(self): _check_config(self)
 
@@ -136,11 +140,23 @@ def _check_points(c: TrainConfig) -> None:
     if c.accumulation is not None: _one_of("accumulation", c.accumulation, ("rescaled",))
     if c.residual_clamp == 0: raise InputError("residual_clamp must be above 0, or null")
     if (c.shadow_every or c.interventions) and c.monitor_every is None: raise InputError("shadow_every and interventions need monitor_every")
+    if c.compile is not None: _one_of("compile", c.compile, ("on", "off"))
+    if c.compile == "on" and (why := _not_one_graph(c)): raise InputError(f"compile=on takes no model in which {why}")
 
 def _words(text: str | None) -> list[str]: return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 def _one_of(kind: str, given: str, allowed: tuple[str, ...]) -> None:
     if given not in allowed: raise unknown(kind, given, allowed)
+
+# %% ../nbs/13_trainer.ipynb #3ded8abf
+def _not_one_graph(c: TrainConfig) -> str:
+    "What keeps a compiler from taking the config's model as one graph; empty where nothing does."
+    points = [(kind, read_precision(getattr(c, key))) for kind, key in (("activation", "activation"), ("gradient", "gradient"), ("weight", "head"))]
+    points += [pair for rule in parse_rules(c.rules) for pair in rule.points().items() if pair[0] != "weight_gradient"]  # rounded after the pass
+    for kind, p in points:
+        if p and p.rounding == "stochastic": return f"the {kind} is rounded by chance ({p})"
+        if p and kind == "gradient" and p.scaling != "current": return f"the gradient has a scale from its past ({p})"
+    return ""
 
 # %% ../nbs/13_trainer.ipynb #9a24c025
 def _types(key: str) -> tuple[type, ...]:
@@ -154,6 +170,7 @@ _ANNOTATIONS = {f.name: f.type if isinstance(f.type, str) else getattr(f.type, "
 def _coerce(key: str, value: Any) -> Any:
     "A YAML or command-line value as the field's type: text becomes a number or null, a whole number a float; else unchanged."
     types = _types(key)
+    if key == "compile" and isinstance(value, bool): return "on" if value else "off"  # YAML reads the words so
     if type(None) in types and str(value).lower() in ("none", "null", "~"): return None
     if types[0] in (int, float) and isinstance(value, (str, int)) and not isinstance(value, bool):
         try: return types[0](value)
@@ -196,11 +213,12 @@ def load_config(
 def resolve_device(
     name: str,  # auto, cpu, cuda or cuda:<n>
 ) -> torch.device:
-    "The device to train on; InputError if CUDA is asked for and absent."
-    if name == "auto": return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cpu": return torch.device("cpu")
-    count, index = torch.cuda.device_count(), name.partition(":")[2] or "0"
+    "The device to train on, of several processes each its own; InputError if CUDA is asked for and absent."
+    if name == "auto" and world() == 1: return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu" or name == "auto" and not torch.cuda.is_available(): return torch.device("cpu")
+    count, index = torch.cuda.device_count(), name.partition(":")[2] or (os.environ.get("LOCAL_RANK", "0") if world() > 1 else "0")
     if not torch.cuda.is_available(): raise InputError(f"device {name}: no CUDA device is available; allowed: auto, cpu")
+    if world() > 1 and ":" in name: raise InputError(f"device {name} is one device, and there are {world()} processes; allowed: auto, cpu, cuda")
     if not index.isdigit() or int(index) >= count: raise InputError(f"device {name}: there are {count} CUDA devices; allowed: cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", int(index))
 
@@ -316,35 +334,70 @@ class Trainer:
     ):
         _one_of("wandb mode", mirror, MIRRORS)
         self.config, self.folder, self.mirror = config, RunFolder(Path(out) / config.name), mirror
-        self.device = resolve_device(config.device)
-        self.dtype = resolve_compute_dtype(config.compute_dtype, self.device)
-        self.folder.check(asdict(config))
-        self.corpus = corpus if corpus is not None else load_corpus(config.data, config.tokenizer)
-        self.corpus.require(config.block_size)
-        _check_record(self)
-        _build(self)
+        join()
+        agree(_resolve, self)
+        first(self.folder.check, asdict(config))
+        agree(_load, self, corpus)
+        first(_check_record, self)
+        agree(_build, self)
 
     def run(self, progress: bool = True) -> dict[str, Any]:
         "Trains, or goes on, or returns what is finished already; the content of run.json. May be called again."
-        if self.folder.check(asdict(self.config)) and is_finished(self.folder.record()): return self.folder.record()
-        with self.folder.lock():
+        if record := first(_finished, self): return record
+        with ExitStack() as stack:
+            first(stack.enter_context, self.folder.lock())
             try: return self._run(progress)
             except BaseException as e:
-                _gave_up(self, e)
+                if rank() == 0: _gave_up(self, e)
                 raise
 
     def _run(self, progress: bool) -> dict[str, Any]:
         start, reason = _start(self), "finished"
         try:
-            with MetricsLog(self.folder) as self.log, Mirror(self.folder, self.mirror) as mirror, _progress(self.config, start, progress) as show:
-                for row in _steps(self, start): self.log.append(row), mirror.log(row), show(row)
+            with _taking_rows(self, start, progress) as take:
+                for row in _steps(self, start): take(row)
         except _Stopped as e: reason = str(e)
-        results = _results(self)
-        if reason == "finished": reason += _blemish(results)
-        _write_record(self, reason, continued_from_step=start, results=results, bit_histogram=bit_histogram(self.model), **self.watch.facts())
-        return self.folder.record()
+        return first(_finish, self, start, reason)
+
+# %% ../nbs/13_trainer.ipynb #eb8565fb
+def _resolve(trainer: Trainer) -> tuple:
+    "Finds out where and how to compute; what all processes must agree in."
+    c = trainer.config
+    trainer.device = resolve_device(c.device)
+    trainer.dtype = resolve_compute_dtype(c.compute_dtype, trainer.device)
+    trainer.compiled = c.compile == "on" or c.compile is None and trainer.device.type == "cuda" and not _not_one_graph(c)
+    return asdict(c), trainer.device.type, _plain(trainer.dtype)
+
+def _load(trainer: Trainer, corpus: Corpus | None) -> str:
+    "Loads the corpus and returns its hash; InputError if it is too short, or if batches cannot be cut into equal parts."
+    c = trainer.config
+    trainer.corpus = corpus if corpus is not None else load_corpus(c.data, c.tokenizer)
+    trainer.corpus.require(c.block_size)
+    windows = len(validation_windows(trainer.corpus.val, c.block_size, c.eval_windows)[0]) if world() > 1 else 0
+    for name, count in (("batch_size", c.batch_size), ("eval_windows", windows)):
+        if count % world(): raise InputError(f"{name} must be a multiple of the number of processes, {world()}, not {count}")
+    return trainer.corpus.hash
 
 # %% ../nbs/13_trainer.ipynb #b2072497
+@contextmanager
+def _taking_rows(trainer: Trainer, start: int, progress: bool) -> Iterator:
+    "A function to call with each row of metrics; only the first process writes, mirrors and shows it."
+    if rank() > 0: yield lambda row: None
+    else:
+        with MetricsLog(trainer.folder) as trainer.log, Mirror(trainer.folder, trainer.mirror) as mirror, _progress(trainer.config, start, progress) as show:
+            yield lambda row: (trainer.log.append(row), mirror.log(row), show(row))
+
+def _finish(trainer: Trainer, start: int, reason: str) -> dict[str, Any]:
+    "Writes the record of a run that has ended, and returns it."
+    results = _results(trainer)
+    if reason == "finished": reason += _blemish(results)
+    _write_record(trainer, reason, continued_from_step=start, results=results, bit_histogram=bit_histogram(trainer.model), **trainer.watch.facts())
+    return trainer.folder.record()
+
+def _finished(trainer: Trainer) -> dict[str, Any] | None:
+    "The record of this very run, if it is finished already; InputError if the folder is not for it."
+    return record if trainer.folder.check(asdict(trainer.config)) and is_finished(record := trainer.folder.record()) else None
+
 def _gave_up(trainer: Trainer, e: BaseException) -> None:
     "Says in the record why the run ended before its time."
     with suppress(InputError):  # a disk that is full is full for the record too
@@ -374,7 +427,7 @@ class _Kept:
 
     def go_on(self, step: int) -> None:
         "Takes up a run after `step` updates: its evaluations so far, and no series beyond."
-        self.evaluations = [(row["step"], row["val_loss"]) for row in self.folder.metrics() if row.get("val_loss") is not None]
+        self.evaluations = first(lambda: [(row["step"], row["val_loss"]) for row in self.folder.metrics() if row.get("val_loss") is not None])
         if self.series: self.series.keep(step)
 
     def has_converged(self) -> bool:
@@ -392,13 +445,13 @@ class _Kept:
 
     def state_dict(self) -> dict[str, Any]:
         "What a checkpoint needs, as plain values and tensors."
-        return {key: part.state_dict() for key, part in self._parts().items()}
+        return {key: kept.state_dict() for key, kept in self._parts().items()}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         "Goes on where `state_dict` was called; a checkpoint without such a state leaves everything as it is."
         if state is None: return
-        for key, part in self._parts().items():
-            if key != "interventions": part.load_state_dict(state[key])  # `restore_formats` did that, before the weights and the points' memory were loaded
+        for key, kept in self._parts().items():
+            if key != "interventions": kept.load_state_dict(state[key])  # `restore_formats` did that, before the weights and the points' memory were loaded
 
     def restore_formats(self, checkpoint: bytes) -> None:
         "Gives the model the formats that interventions had given it when the checkpoint was made; before it is loaded."
@@ -410,16 +463,16 @@ class _Kept:
 class Watch(_Kept):
     "All that looks at the steps of a run, and what a checkpoint must keep of it."
     def __init__(self, trainer: "Trainer"):
-        c, self.model = trainer.config, trainer.model
+        c, self.model, optimizers = trainer.config, trainer.model, trainer.optimizers
         self.config, self.folder, self.device = c, trainer.folder, trainer.device
         self.monitors = self.shadow = self.series = self.interventions = None
         self.alarms, self.evaluations, self.events = Alarms(), [], []
         if c.monitor_every is None: return
-        self.monitors, self.series = Monitors(self.model, trainer.optimizers, c.monitor_every or None), SeriesLog(trainer.folder.path / "series")
+        self.monitors, self.series = Monitors(self.model, optimizers, c.monitor_every or None), None if rank() else SeriesLog(self.folder.path / "series")
         if c.shadow_every:
             self.shadow = Shadow(self.model, c.shadow_every)
             self.monitors.readers.append(shadow_metrics)
-        if c.interventions: self.interventions = Interventions(self.model, trainer.optimizers, _words(c.interventions))
+        if c.interventions: self.interventions = Interventions(self.model, optimizers, _words(c.interventions))
 
     def start(self) -> None:
         "Looks at the weights before the first step."
@@ -473,13 +526,27 @@ def evaluate(
     trainer: Trainer,
 ) -> float:  # nats per token
     "Mean loss over the fixed validation windows."
-    c, model, total = trainer.config, trainer.model, 0.0
+    c, model, loss = trainer.config, trainer.model, 0.0
     x, y = validation_windows(trainer.corpus.val, c.block_size, c.eval_windows)
     model.eval()
     with rounded_once(model), _autocast(trainer):
-        for a, b in zip(x.split(c.batch_size), y.split(c.batch_size)): total += loss_of(model, a.to(trainer.device), b.to(trainer.device)).item() * len(a)
+        for batch in zip(x.split(c.batch_size), y.split(c.batch_size)):
+            a, b = (part(t).to(trainer.device) for t in batch)
+            loss += loss_of(model, a, b).item() * len(batch[0])
     model.train()
-    return total / len(x)
+    return total([torch.tensor(loss / world(), dtype=torch.float64)])[0].item() / len(x)
+
+# %% ../nbs/13_trainer.ipynb #6ef3a0d5
+def _loss(trainer: Trainer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    "The loss of a micro-batch, by the compiled model where there is one; a step that is measured is not compiled."
+    monitors = trainer.watch.monitors
+    model = trainer.model if monitors and monitors.active else trainer.forward
+    try: return loss_of(model, x, y)
+    except Exception as e:
+        if model is trainer.model or not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")): raise
+        trainer.forward, said = trainer.model, (str(e).strip() or type(e).__name__).splitlines()[0]
+        trainer.said.append({"kind": "warning", "metric": "compile", "text": f"the compiler gave up, and the run goes on without it: {said}"})
+        return loss_of(trainer.model, x, y)
 
 # %% ../nbs/13_trainer.ipynb #6fa5f9e8
 def _gradient(trainer: Trainer, step: int) -> tuple[float, float]:
@@ -487,21 +554,23 @@ def _gradient(trainer: Trainer, step: int) -> tuple[float, float]:
     c, loss = trainer.config, 0.0
     for optimizer in trainer.optimizers: optimizer.zero_grad(set_to_none=True)
     batches = []
-    with rounded_once(trainer.model):
+    with rounded_once(trainer.model, leaves=trainer.compiled):
         for micro in range(c.grad_accum):
-            x, y = (t.to(trainer.device) for t in get_batch(trainer.corpus.train, c.batch_size, c.block_size, c.seed, step, micro))
-            with _autocast(trainer): whole = loss_of(trainer.model, x, y)
-            part = whole / c.grad_accum
-            (whole if c.accumulation == "rescaled" else part).backward()
-            loss += part.detach().double()
+            x, y = (part(t).to(trainer.device) for t in get_batch(trainer.corpus.train, c.batch_size, c.block_size, c.seed, step, micro))
+            with _autocast(trainer): whole = _loss(trainer, x, y) / world()
+            share = whole / c.grad_accum
+            (whole if c.accumulation == "rescaled" else share).backward()
+            loss += share.detach().double()
             if trainer.watch.shadow: batches.append((x, y))
     _finish_gradient(trainer)
     trainer.watch.gradients(batches)
     norm = nn.utils.clip_grad_norm_(trainer.model.parameters(), c.grad_clip or math.inf)
-    return tuple(torch.stack([loss, norm.double()]).tolist())  # the step's decision, skip or not, needs these two; nothing else waits
+    return tuple(torch.stack([*total([loss]), norm.double()]).tolist())  # the step's decision, skip or not, needs these two; nothing else waits
 
 def _finish_gradient(trainer: Trainer) -> None:
-    "Divides what was accumulated at full size, and rounds weight gradients where the config says so."
+    "Adds up over processes, divides what was accumulated at full size, and rounds weight gradients where the config says so."
+    held = [p for p in trainer.model.parameters() if p.grad is not None]
+    for p, g in zip(held, total([p.grad for p in held])): p.grad = g
     if trainer.config.accumulation == "rescaled":
         for p in trainer.model.parameters():
             if p.grad is not None: p.grad.div_(trainer.config.grad_accum)
@@ -529,6 +598,7 @@ def _steps(trainer: Trainer, start: int) -> Iterator[dict[str, Any]]:
     before, started = trainer.seconds, time.perf_counter()
     for step in range(start + 1, c.max_steps + 1):
         began = time.perf_counter()
+        if world() > 1: torch.manual_seed(rounding_key(c.seed, step, rank()))  # for dropout: each part of a batch has masks of its own
         watch.begin(step)
         row = watch.end(_update(trainer, step))
         seconds = time.perf_counter() - began
@@ -542,7 +612,7 @@ def _steps(trainer: Trainer, start: int) -> Iterator[dict[str, Any]]:
             watch.evaluations.append((step, loss))
         row = _with_events(trainer, row)
         yield row
-        _keep(trainer, row)
+        if rank() == 0: _keep(trainer, row)
         if trainer.skipped >= MAX_NONFINITE:
             raise _Stopped(f"stopped at step {step}: loss or gradient not finite in {MAX_NONFINITE} consecutive updates")
         if "val_loss" in row and watch.has_converged():
@@ -554,7 +624,7 @@ _BATCHES = 4  # the last ones, in the checkpoint of an anomaly
 
 def _with_events(trainer: Trainer, row: dict[str, Any]) -> dict[str, Any]:
     "The row with what happened in its step under `events`, where anything did."
-    found = list(row.get("events", ()))
+    found, trainer.said = [*row.get("events", ()), *trainer.said], []
     if trainer.skipped == 1:
         metric = "grad_norm" if math.isfinite(row["loss"]) else "loss"
         found.append({"kind": "nonfinite", "metric": metric, "value": row[metric], "text": "the update was skipped"})
@@ -580,10 +650,10 @@ def _keep(trainer: Trainer, row: dict[str, Any]) -> None:
 
 # %% ../nbs/13_trainer.ipynb #17e047d3
 def _check_record(trainer: Trainer) -> None:
-    "InputError if the run in the folder used another text or another compute dtype."
+    "InputError if the run in the folder used another text or another compute dtype, or was compiled and this one is not."
     record, path = trainer.folder.record(), trainer.folder.path
-    here = {"corpus hash": trainer.corpus.hash, "compute dtype": _plain(trainer.dtype)}
-    there = {"corpus hash": record.get("corpus", {}).get("hash"), "compute dtype": record.get("compute_dtype")}
+    here = {"corpus hash": trainer.corpus.hash, "compute dtype": _plain(trainer.dtype), "compile": _ON[trainer.compiled]}
+    there = {"corpus hash": record.get("corpus", {}).get("hash"), "compute dtype": record.get("compute_dtype"), "compile": record.get("compile", "off")}
     for fact in here if record else ():
         if here[fact] != there[fact]:
             raise InputError(f"{path} holds a run with {fact} {there[fact]}, not {here[fact]}; choose another --out or name, or remove that folder")
@@ -592,26 +662,39 @@ def _build(trainer: Trainer) -> None:
     "The model, the optimizer and the counters of a run that has not begun."
     trainer.model = make_model(trainer.config, trainer.corpus.vocab_size, trainer.device)
     trainer.optimizers = make_optimizers(trainer.model, trainer.config)
-    trainer.seconds, trainer.skipped, trainer.finished_steps = 0.0, 0, 0
+    trainer.forward = torch.compile(trainer.model, fullgraph=True, dynamic=False) if trainer.compiled else trainer.model
+    trainer.seconds, trainer.skipped, trainer.finished_steps, trainer.said = 0.0, 0, 0, []
     trainer.watch = Watch(trainer)
 
+# %% ../nbs/13_trainer.ipynb #73571d67
 def _start(trainer: Trainer) -> int:
     "Makes the folder, or takes up the checkpoint in it and drops what was written after it; the number of updates already made."
-    folder, start, extra = trainer.folder, 0, {}
-    folder.create(trainer.config.to_yaml())
-    if trainer.finished_steps or folder.checkpoints.entries(): _build(trainer)
+    start, extra, (again, found) = 0, {}, first(_found, trainer)
+    if trainer.finished_steps or again: _build(trainer)
     seed_everything(trainer.config.seed)
-    if found := folder.checkpoints.newest(folder.whole_steps()):
+    if found:
         if trainer.config.interventions: trainer.watch.restore_formats(found[1])
         start, extra = unpack_state(found[1], found[0]["file"], trainer.model, trainer.optimizers)
         trainer.seconds, trainer.skipped = extra["seconds"], extra["skipped"]
         trainer.watch.load_state_dict(extra.get("watch"))
-    folder.checkpoints.rewind(start), folder.keep_metrics(start)
+    first(_rewind, trainer, start)
     trainer.watch.go_on(start)
-    _write_record(trainer, "running")
+    if rank() == 0: _write_record(trainer, "running")
     return start
 
+def _found(trainer: Trainer) -> tuple[bool, tuple[dict[str, Any], bytes] | None]:
+    "Makes the folder; whether there were checkpoints in it, and the newest one that can be used."
+    trainer.folder.create(trainer.config.to_yaml())
+    checkpoints = trainer.folder.checkpoints
+    return bool(checkpoints.entries()), checkpoints.newest(trainer.folder.whole_steps())
+
+def _rewind(trainer: Trainer, start: int) -> None:
+    "Drops what was written after a step."
+    trainer.folder.checkpoints.rewind(start), trainer.folder.keep_metrics(start)
+
 def _plain(dtype: torch.dtype) -> str: return str(dtype).removeprefix("torch.")
+
+_ON = {True: "on", False: "off"}
 
 # %% ../nbs/13_trainer.ipynb #a074b62c
 def _write_record(trainer: Trainer, exit_reason: str, **more: Any) -> None:
@@ -620,7 +703,7 @@ def _write_record(trainer: Trainer, exit_reason: str, **more: Any) -> None:
     trainer.folder.write_record({
         "name": c.name, "exit_reason": exit_reason, "seed": c.seed, "format": fmt and asdict(fmt),
         "compute_dtype": _plain(trainer.dtype), "narrow_products": multiplies_narrow(trainer.model, trainer.device, trainer.dtype),
-        "device": str(trainer.device), "corpus": trainer.corpus.facts(),
+        "device": str(trainer.device), "processes": world(), "compile": _ON[trainer.compiled], "corpus": trainer.corpus.facts(),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "quantized_parameters": sum(m.weight.numel() for _, m in quantized_layers(trainer.model)),
         "versions": versions(), "machine": machine(trainer.device), "git_commit": git_commit(),

@@ -1,0 +1,75 @@
+"""Compiled training: one graph, the losses of the eager run, and a compiler that gives up is heard."""
+from functools import partial
+
+import pytest
+import torch
+
+from altgrad.data import load_corpus
+from altgrad.model import PRESETS, GPTConfig
+from altgrad.trainer import Trainer, make_config
+
+SMALL = dict(format="E4M3", model="nano", max_steps=3, batch_size=2, block_size=16, eval_windows=2, warmup_steps=1, compute_dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.txt").write_text("".join(f"{n * n} is the square of {n}\n" for n in range(2000)))
+    return load_corpus(f"path:{folder / 'text.txt'}", cache=folder / "cache")
+
+
+@pytest.fixture
+def run(corpus, tmp_path, monkeypatch):
+    "A function that trains and returns the run's rows and record."
+    monkeypatch.setitem(PRESETS, "nano", GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16))
+
+    def train(name, **changes):
+        torch._dynamo.reset()
+        trainer = Trainer(make_config({**SMALL, "name": name, **changes}), tmp_path, corpus)
+        return trainer.run(progress=False), trainer.folder.metrics()
+
+    return train
+
+
+def events(rows): return [e for row in rows for e in row.get("events", ())]
+
+
+def test_a_compiled_run_is_one_graph_with_the_losses_of_the_eager_one(run):
+    points = dict(activation="E4M3", gradient="E5M2")
+    said, eager = run("eager", **points)
+    torch._dynamo.utils.counters.clear()
+    told, compiled = run("compiled", compile="on", **points)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 and not torch._dynamo.utils.counters["graph_break"]
+    assert said["compile"] == "off" and told["compile"] == "on" and not events(compiled)
+    # another order of additions moves a loss by some 1e-7; a value that then falls on the other side of a rounding boundary, by some 1e-5
+    torch.testing.assert_close([r["loss"] for r in compiled], [r["loss"] for r in eager], rtol=1e-4, atol=0)
+
+
+ARMS = (dict(storage="grid_stochastic"), dict(storage="bf16", rule="madam", rule_lr=0.01), dict(activation="E4M3 delayed", head="E5M2", grad_accum=2),
+        dict(residual_clamp=2.0, format="bfloat16"), dict(activation="E4M3", monitor_every=2))
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_every_kind_of_run_is_traced_without_a_break(run, arm, monkeypatch):
+    whole = run("eager", **arm)[1]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # the graph, run as it is: equal to the last bit
+    traced = run("traced", compile="on", **arm)[1]
+    assert not [e for e in events(traced) if e["metric"] == "compile"]
+    assert [r["loss"] for r in traced] == [r["loss"] for r in whole] and traced[-1]["val_loss"] == whole[-1]["val_loss"]
+
+
+def heard(rows): return [(row["step"], e["kind"]) for row in rows for e in row.get("events", ()) if e["metric"] == "compile"]
+
+
+def test_too_many_graphs_are_a_warning_and_the_run_goes_on(run, monkeypatch):
+    whole = run("eager", grad_accum=2)[1]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    with torch._dynamo.config.patch(recompile_limit=1): rows = run("limited", compile="on", grad_accum=2)[1]
+    assert heard(rows) == [(1, "warning")] and [r["loss"] for r in rows] == [r["loss"] for r in whole]
+
+
+def test_a_missing_compiler_is_a_warning_and_the_run_goes_on(run):
+    whole = run("eager")[1]
+    import torch._inductor.config as inductor
+    with inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}): record, rows = run("alone", compile="on")
+    assert heard(rows) == [(1, "warning")] and [r["loss"] for r in rows] == [r["loss"] for r in whole] and record["exit_reason"] == "finished"
