@@ -6,7 +6,7 @@
 __all__ = ['KINDS', 'STORAGES', 'RECOMPILES', 'Facts', 'facts_of', 'round_rows', 'grown_rows', 'kind_of', 'Replicas', 'run_arms',
            'Batches']
 
-# %% ../nbs/14g_replicas.ipynb #3d4778f0
+# %% ../nbs/14g_replicas.ipynb #2d4b7c6b
 import math
 import threading
 import time
@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import accumulate, groupby, takewhile
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -134,9 +134,13 @@ def _store(w: Tensor, before: Tensor, scale: Tensor, f: Facts, on_grid: Tensor, 
     scale = torch.where(on_grid, grown_rows(w.abs().amax(1, keepdim=True), scale, f), scale)
     return torch.where(on_grid, round_rows(w / scale, f, noise, by_chance) * scale, proposed), scale
 
-# %% ../nbs/14g_replicas.ipynb #2f91c926
+# %% ../nbs/14g_replicas.ipynb #2a58ed11
+def _grid_key(arm: Arm) -> tuple:
+    "What arms share whose grids have the same numbers: the format and the floor, which plain AdamW has not."
+    return arm.format, arm.rule, arm.floor_octaves
+
 class _Batch:
-    "What a batch of arms consists of; the arms are of one kind and sorted by format and floor."
+    "What a batch of arms consists of; the arms are of one kind and sorted by `_grid_key`."
     def __init__(self, arms: list[Arm], bench: Bench, device: torch.device | str):
         self.arms, self.task, self.device, self.kind = arms, bench.task, device, kind_of(arms[0])[0]
         self.models = {name: bench.model(name).to(device).requires_grad_(False) for name in {a.checkpoint for a in arms}}
@@ -157,7 +161,7 @@ class _Batch:
         rules = [make_rule(a, [nn.Parameter(torch.zeros(1))], self.task) for a in self.arms]
         self.groups = [rule.param_groups[0] for rule in rules]
         self.moments = [[torch.zeros_like(w) for _ in rules[0].moments(self.groups[0])] for w in self.w]
-        same = [len(list(rows)) for _, rows in groupby((a.format, a.floor_octaves) for a in self.arms)]
+        same = [len(list(rows)) for _, rows in groupby(_grid_key(a) for a in self.arms)]
         self.slices = [slice(end - n, end) for n, end in zip(same, accumulate(same))]
 
     def _start_storage(self) -> None:
@@ -299,7 +303,7 @@ def _run_batch(arms: list[Arm], bench: Bench, device: torch.device | str, compil
     runs = [Outcome(*run, seconds) for run in zip(before, losses, course, after, facts, end)]
     return [{**make_row(a, bench, run), "engine": "batched"} for a, run in zip(arms, runs)]
 
-# %% ../nbs/14g_replicas.ipynb #10342699
+# %% ../nbs/14g_replicas.ipynb #135ab0ff
 def run_arms(
     arms: Iterable[Arm],  # of any kinds; InputError for one that cannot be stacked
     bench: Bench,
@@ -309,7 +313,7 @@ def run_arms(
 ) -> list[dict[str, Any]]:  # a row for each arm, in their order
     "Trains many arms at once: the rows of `run_arm`, with `engine` set to batched and in `seconds` each one's share of the time."
     kinds, rows, arms = {}, {}, list(arms)
-    for arm in sorted(set(arms), key=lambda a: (a.format, a.floor_octaves)): kinds.setdefault(kind_of(arm), []).append(arm)
+    for arm in sorted(set(arms), key=_grid_key): kinds.setdefault(kind_of(arm), []).append(arm)
     for same in kinds.values():
         for i in range(0, len(same), size): rows |= zip(same[i : i + size], _run_batch(same[i : i + size], bench, device, compiled))
     return [rows[arm] for arm in arms]
