@@ -24,12 +24,13 @@ from verify import code_commit
 
 RESULT = Path(__file__).resolve().parent.parent / "nbs/results/replicas.json"
 COMPARED = [dict(format="E4M3", storage="grid_stochastic"), dict(format="E7M0", storage="grid_stochastic"), dict(format="E4M3", storage="master"),
-            dict(format="E7M0", storage="grid_stochastic", rule="riemannian_adamw", lr=0.3), dict(format="E5M2", storage="grid_nearest", power=1.0)]
+            dict(format="E7M0", storage="grid_stochastic", rule="riemannian_adamw", lr=0.3), dict(format="E5M2", storage="grid_nearest", power=1.0),
+            dict(format="E7M0", storage="grid_stochastic", lr=2e-3), dict(format="E7M0", storage="grid_stochastic", rule="riemannian_adamw", lr=0.03)]
 BATCHES = {"16 x 64": (16, 64), "4 x 32": (4, 32)}  # sequences an update, and tokens in each
 
 
 def compare(bench: Bench, options: argparse.Namespace) -> list[dict]:
-    "Each arm by both engines, with the same seeds."
+    "Each arm by both engines, with the same seeds; and alone again with a learning rate larger by 2^-20: how far a difference of that size carries."
     arms = [Arm(**{"lr": 4e-3, **cell}, seed=seed, checkpoint=f"{options.model}-{options.first}") for cell in COMPARED for seed in options.seeds]
     began = time.perf_counter()
     stacked, took = run_arms(arms, bench, options.device, options.replicas[0]), time.perf_counter() - began
@@ -37,8 +38,9 @@ def compare(bench: Bench, options: argparse.Namespace) -> list[dict]:
     rows = []
     for arm, got in zip(arms, stacked):
         want = run_arm(arm, bench)
-        rows.append({**{k: want[k] for k in keys}, "single": want["raw_loss"], "batched": got["raw_loss"], "difference": got["raw_loss"] - want["raw_loss"]})
-        print(f"{arm.format} {arm.storage} {arm.rule} seed {arm.seed}: {want['raw_loss']:.5f} alone, {got['raw_loss']:.5f} stacked", flush=True)
+        nudged, alone = run_arm(replace(arm, lr=arm.lr * (1 + 2**-20)), bench)["raw_loss"], want["raw_loss"]
+        rows.append({**{k: want[k] for k in keys}, "frozen": want["frozen_loss"], "single": alone, "batched": got["raw_loss"], "nudged": nudged})
+        print(f"{arm.format} {arm.storage} {arm.rule} seed {arm.seed}: {alone:.5f} alone; stacked {got['raw_loss'] - alone:+.5f}, nudged {nudged - alone:+.5f}", flush=True)
     print(f"{len(arms)} replicas in {took:.0f} s")
     return rows
 
