@@ -74,7 +74,9 @@ def _add_sweep(commands: Any) -> None:
     sweep.add_argument("matrix", metavar="MATRIX", help="a YAML file")
     sweep.add_argument("--out", required=True, metavar="DIR", help="folder of the ledger; several matrices may share one")
     sweep.add_argument("--workers", type=int, metavar="N", help="processes of one thread each (default: 1)")
-    sweep.add_argument("--executor", choices=("local", "ray"), default="local", help="where the runs are made (default: local); ray needs altgrad[ray]")
+    sweep.add_argument("--executor", choices=("local", "ray", "batched"), default="local",
+                       help="how the runs are made (default: local, one after another in each worker); ray needs altgrad[ray]; batched trains many at once")
+    sweep.add_argument("--replicas", type=int, metavar="N", help="runs that a worker of --executor batched trains at once (default: 8, on a GPU 128)")
     sweep.add_argument("--ray-address", metavar="HOST:PORT", help="of a running Ray cluster (default: that of this machine, else one of its own)")
     sweep.add_argument("--dry-run", action="store_true", help="list the next runs and what they cost, and run nothing")
     words = "make one run of a ledger again and say whether it agrees"
@@ -243,8 +245,9 @@ def _sweep(args: argparse.Namespace) -> int:
     from altgrad.sweep import Sweep, compact, describe, read_matrix
 
     if args.workers is not None and args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
-    if args.executor == "local" and args.ray_address: raise InputError("--ray-address needs --executor ray")
-    if args.executor == "ray" and args.workers: raise InputError("--workers is for --executor local; a Ray cluster has as many as it has CPUs")
+    if args.executor != "ray" and args.ray_address: raise InputError("--ray-address needs --executor ray")
+    if args.executor == "ray" and args.workers: raise InputError("--workers is not for --executor ray; a Ray cluster has as many as it has CPUs")
+    if args.replicas is not None and (args.executor != "batched" or args.replicas < 1): raise InputError("--replicas is at least 1, and for --executor batched")
     workers = args.workers or 1
     try: text = Path(args.matrix).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e: raise InputError(f"cannot read the matrix {args.matrix}: {type(e).__name__}") from None
@@ -261,8 +264,15 @@ def _sweep(args: argparse.Namespace) -> int:
 
 # %% ../nbs/16_cli.ipynb #b8247169
 def _pool(args: argparse.Namespace, sweep: Any) -> Any:
-    "The Ray workers of a sweep, or None for processes of this machine."
+    "The workers of a sweep that are not the usual ones, or None."
     if args.executor == "local": return None
+    if args.executor == "batched":
+        import torch
+
+        from altgrad.replicas import Batches
+
+        b, device = sweep.bench, "cuda" if torch.cuda.is_available() else "cpu"
+        return Batches((b.folder, b.data, b.task, b.cache), args.replicas or {"cpu": 8, "cuda": 128}[device], args.workers or 1, device)
     from altgrad.cluster import RayWorkers
 
     return RayWorkers(sweep, args.ray_address)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['RECIPES', 'SPLITS', 'STORAGES', 'RULES', 'VERSION', 'Recipe', 'recipe_of', 'blank_model', 'ramp', 'pretrain',
            'state_hash', 'Task', 'validation_pieces', 'piece_losses', 'Arm', 'make_rule', 'Bench', 'build_checkpoint',
-           'identity', 'run_id', 'Weights', 'explain_step', 'run_arm', 'frozen_loss']
+           'identity', 'run_id', 'Weights', 'explain_step', 'explain_end', 'run_arm', 'Outcome', 'make_row',
+           'frozen_loss']
 
 # %% ../nbs/14b_instrument.ipynb #ad383661
 import hashlib
@@ -15,7 +16,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator, Mapping, NamedTuple
 
 import numpy as np
 import torch
@@ -147,7 +148,8 @@ def piece_losses(
     chunks: int,  # pieces
 ) -> list[float]:  # nats per token of each piece
     "Mean validation loss of each piece."
-    losses = [F.cross_entropy(model(a).float().flatten(0, 1), b.flatten(), reduction="none") for a, b in zip(x.split(64), y.split(64))]
+    wide = lambda v: v if v.dtype == torch.float64 else v.float()
+    losses = [F.cross_entropy(wide(model(a)).flatten(0, 1), b.flatten(), reduction="none") for a, b in zip(x.split(64), y.split(64))]
     return torch.cat(losses).double().view(chunks, -1).mean(1).tolist()
 
 # %% ../nbs/14b_instrument.ipynb #905095ad
@@ -325,22 +327,22 @@ def _proposals() -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def explain_step(
-    old: Tensor,  # the weight before
+    old: Tensor,  # the weight before, [..., elements]
     new: Tensor,  # as the rule proposed it
     kept: Tensor,  # as it was stored
-    scale: Tensor,  # of the format's grid
+    scale: Tensor,  # of the format's grid, broadcasts to `old`
     fmt: Any,  # the format
-) -> dict[str, float]:
-    "What one update of one tensor looks like in the format's spacings."
+) -> dict[str, Tensor]:  # each [...]
+    "What one update of a tensor, or of several at once, looks like in the format's spacings."
     step, gap, there = new - old, ulp(fmt, old / scale) * scale, ulp(fmt, new / scale) * scale
     tried, size = step != 0, (step / gap).abs()
     part = (new / there).abs().frac()
     changed = fake_quantize(old, fmt, scale) != fake_quantize(kept, fmt, scale)
-    noise, squares, size_of = (part * (1 - part) * there.square()).mean(), step.square().mean(), old.square().mean()
-    count = max(1, int(tried.sum()))
-    return {"dead_zone": (tried & (size < 0.5)).sum().item() / count, "stall": (tried & ~changed).sum().item() / count,
-            "flips": changed.float().mean().item(), "ulps": size.median().item(), "sign_flips": (old * kept < 0).float().mean().item(),
-            "step_rms": (squares / size_of).sqrt().item(), "noise_rms": (noise / size_of).sqrt().item()}
+    noise, squares, size_of = (part * (1 - part) * there.square()).mean(-1), step.square().mean(-1), old.square().mean(-1)
+    count = tried.sum(-1).double().clamp(min=1)
+    return {"dead_zone": (tried & (size < 0.5)).sum(-1) / count, "stall": (tried & ~changed).sum(-1) / count,
+            "flips": changed.float().mean(-1), "ulps": size.median(-1).values, "sign_flips": (old * kept < 0).float().mean(-1),
+            "step_rms": (squares / size_of).sqrt(), "noise_rms": (noise / size_of).sqrt()}
 
 # %% ../nbs/14b_instrument.ipynb #f8d1ca02
 def _watched_update(weights: Weights, rule: torch.optim.Optimizer) -> dict[str, float]:
@@ -348,20 +350,27 @@ def _watched_update(weights: Weights, rule: torch.optim.Optimizer) -> dict[str, 
     old = [p.detach().latent() if weights.on_grid else p.detach().clone() for p in weights.stored]
     with _proposals() as seen: weights.update(rule)
     new = seen if weights.on_grid else [p.detach() for p in weights.used]
-    rows = [explain_step(*job, weights.fmt) for job in zip(old, new, [p.detach() for p in weights.used], weights.scales())]
-    return _weighted(rows, [p.numel() for p in old])
+    jobs = zip(old, new, [p.detach() for p in weights.used], weights.scales())
+    rows = [explain_step(*(w.flatten() for w in three), scale, weights.fmt) for *three, scale in jobs]
+    return _weighted([{key: v.item() for key, v in row.items()} for row in rows], [p.numel() for p in old])
 
 def _weighted(rows: list[dict[str, float]], sizes: list[int]) -> dict[str, float]:
     "The mean of each number, weighted by `sizes`."
     return {key: sum(row[key] * n for row, n in zip(rows, sizes)) / sum(sizes) for key in rows[0]}
 
 @torch.no_grad()
-def _explain_end(weights: Weights, start: list[Tensor], scales: list[Tensor]) -> dict[str, float]:
+def explain_end(
+    fmt: Any,  # the format, or its name
+    weights: list[Tensor],  # the trained tensors
+    scales: list[Tensor],  # their grids' scales
+    start: list[Tensor],  # the tensors before the first update
+    start_scales: list[Tensor],
+) -> dict[str, float]:
     "Where the weights ended, in the format's terms."
-    rows = []
-    for p, first, before, scale in zip(weights.used, start, scales, weights.scales()):
-        q = fake_quantize(p.detach(), weights.fmt, scale)
-        share = torch.bincount(pack(q / scale, weights.fmt).long().flatten(), minlength=256) / q.numel()
+    rows, fmt = [], get_format(fmt)
+    for p, first, before, scale in zip(weights, start, start_scales, scales):
+        q = fake_quantize(p.detach(), fmt, scale)
+        share = torch.bincount(pack(q / scale, fmt).long().flatten(), minlength=256) / q.numel()
         rows.append({"codes": (share > 0).sum().item(), "code_entropy": -(share * share.clamp(min=1e-30).log2()).sum().item(),
                      "zeros": (q == 0).float().mean().item(), "doublings": (scale / before).log2().item(),
                      "sign_changed": (p * first < 0).float().mean().item(),
@@ -374,21 +383,39 @@ def run_arm(
     bench: Bench,
 ) -> dict[str, Any]:  # plain values: what the ledger keeps of a run
     "Fine-tunes one arm and validates it; a function of `identity` alone, bit for bit on one machine."
-    facts, task, began = identity(arm, bench), bench.task, time.perf_counter()
-    model = bench.model(arm.checkpoint)
+    began, model = time.perf_counter(), bench.model(arm.checkpoint)
     weights = Weights(model, arm)
     start, scales = [p.detach().clone() for p in weights.used], [s.clone() for s in weights.scales()]
-    frozen, rounded = frozen_loss(arm, bench), sum(_validate(model, arm, bench)) / task.chunks
+    before = _validate(model, arm, bench)
     losses, course = _train(model, weights, arm, bench)
-    pieces = _validate(model, arm, bench)
-    raw = sum(pieces) / task.chunks
-    diverged = len(losses) < task.steps or not raw <= frozen
+    after, end = _validate(model, arm, bench), explain_end(arm.format, weights.used, weights.scales(), start, scales)
+    return make_row(arm, bench, Outcome(before, losses, course, after, end, weights.used, time.perf_counter() - began))
+
+# %% ../nbs/14b_instrument.ipynb #140d16ab
+class Outcome(NamedTuple):
+    "What a run gave."
+    before: list[float]  # validation losses of the pieces, before the first update
+    losses: list[float]  # of the batches, as long as they were finite
+    course: list[dict[str, float]]  # the explanation of every so-manieth step
+    after: list[float]  # validation losses of the pieces, after the last update
+    end: dict[str, float]  # from `explain_end`
+    weights: list[Tensor]  # the trained tensors
+    seconds: float
+
+def make_row(
+    arm: Arm,
+    bench: Bench,
+    run: Outcome,
+) -> dict[str, Any]:  # plain values
+    "The row of a run."
+    facts, task, frozen, raw = identity(arm, bench), bench.task, frozen_loss(arm, bench), sum(run.after) / bench.task.chunks
+    diverged = len(run.losses) < task.steps or not raw <= frozen
     return {"run": run_id(facts), **asdict(arm), "checkpoint_sha": facts["checkpoint_sha"], "corpus_sha": facts["corpus_sha"],
             "instrument": VERSION, "task": asdict(task), "val_loss": frozen if diverged else raw, "diverged": diverged, "raw_loss": raw,
-            "frozen_loss": frozen, "start_loss": rounded, "val_chunks": [round(v, 5) for v in pieces], "curve": _means(losses, 10),
-            "steps": len(losses), **_summary(course), **_explain_end(weights, start, scales),
-            "course": {key: [_short(row[key]) for row in course] for key in (course[0] if course else ())},
-            "weights_sha": state_hash({str(i): p for i, p in enumerate(weights.used)})[:16], "seconds": round(time.perf_counter() - began, 3)}
+            "frozen_loss": frozen, "start_loss": sum(run.before) / task.chunks, "val_chunks": [round(v, 5) for v in run.after],
+            "curve": _means(run.losses, 10), "steps": len(run.losses), **_summary(run.course), **run.end,
+            "course": {key: [_short(row[key]) for row in run.course] for key in (run.course[0] if run.course else ())},
+            "weights_sha": state_hash({str(i): p for i, p in enumerate(run.weights)})[:16], "seconds": round(run.seconds, 3)}
 
 # %% ../nbs/14b_instrument.ipynb #dee3d7a7
 def _train(model: GPT, weights: Weights, arm: Arm, bench: Bench) -> tuple[list[float], list[dict[str, float]]]:

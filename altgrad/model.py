@@ -127,9 +127,10 @@ def loss_of(
     model: nn.Module,  # maps tokens [B, T] to logits [B, T, V]
     x: Tensor,  # int64 [B, T]
     y: Tensor,  # int64 [B, T], the tokens that follow
-) -> Tensor:  # scalar float32
-    "Mean cross-entropy in nats per token, computed in float32."
-    return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
+) -> Tensor:  # scalar
+    "Mean cross-entropy in nats per token, computed in float32, or in float64 where the model is."
+    logits = model(x)
+    return F.cross_entropy((logits if logits.dtype == torch.float64 else logits.float()).flatten(0, 1), y.flatten())
 
 # %% ../nbs/06_model.ipynb #f945b5ee
 PRESETS = {

@@ -35,10 +35,10 @@ def unpack(codes: Tensor, fmt: FP8Format) -> Tensor:
 
 # %% ../nbs/05a_storage.ipynb #e4f4d07f
 class GridTensor(torch.Tensor):
-    "A float32 tensor whose memory is codes of a format and one power-of-two scale; every write is rounded to the grid."
+    "A float32 tensor (float64, if made from one) whose memory is codes of a format and one power-of-two scale; every write is rounded to the grid."
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, writes: Tensor, rescales: Tensor, how: dict[str, Any], residual: Tensor | None = None):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
 
     def __init__(self, codes: Tensor, scale: Tensor, writes: Tensor, rescales: Tensor, how: dict[str, Any], residual: Tensor | None = None):
         self.codes, self.scale, self.writes, self.rescales, self.residual = codes, scale, writes, rescales, residual
@@ -50,13 +50,13 @@ class GridTensor(torch.Tensor):
         return self.how["fmt"]
 
     def dequantize(self) -> Tensor:
-        "The weight as a plain float32 tensor."
-        return unpack(self.codes, self.fmt) * self.scale
+        "The weight as a plain tensor."
+        return unpack(self.codes, self.fmt).to(self.dtype) * self.scale
 
     def latent(self) -> Tensor:
         "What an update starts from: the weight, and what the storage remembers beside its code."
         if self.residual is None: return self.dequantize()
-        q = unpack(self.codes, self.fmt)
+        q = unpack(self.codes, self.fmt).to(self.dtype)
         return (q + self.residual * (_gap(q, self.residual, self.fmt) / (2 * self.how["levels"]))) * self.scale
 
     def parts(self) -> dict[str, Tensor]:
@@ -110,7 +110,7 @@ def _residual(to: GridTensor, w: Tensor, codes: Tensor, scale: Tensor, key: int)
 @torch.no_grad()
 def write(
     to: GridTensor,
-    w: Tensor,  # the new values before rounding, float32
+    w: Tensor,  # the new values before rounding, in the dtype of `to`
 ) -> None:
     "Rounds `w` into `to`, growing its scale where that is needed; what is not finite leaves its code as it was."
     how, fmt = to.how, to.how["fmt"]
@@ -149,7 +149,7 @@ RESIDUAL_BITS = {f"grid_residual{bits}": bits for bits in (2, 4, 8)}
 STORAGES = ("master", "grid_nearest", "grid_stochastic", *RESIDUAL_BITS, "bf16")
 
 def make_grid_tensor(
-    w: Tensor,  # float32 values
+    w: Tensor,  # float32 or float64 values; others become float32
     fmt: FP8Format | str,  # ignored for `bf16`
     storage: str,  # one of `STORAGES` but the first
     seed: int = 0,  # of stochastic rounding
@@ -158,8 +158,9 @@ def make_grid_tensor(
     "`w` rounded to nearest onto the grid under its power-of-two scale, as a `GridTensor` that later writes round as `storage` says."
     if storage not in STORAGES[1:]: raise unknown("grid storage", storage, STORAGES[1:])
     fmt = FORMATS["bfloat16"] if storage == "bf16" else get_format(fmt)
-    w = w.detach().float()
+    w = w.detach() if w.dtype == torch.float64 else w.detach().float()
     scale = torch.ones((), device=w.device) if storage == "bf16" else compute_scale(w.abs().amax(), fmt)
+    scale = scale.to(w.dtype)
     counts = [torch.zeros((), dtype=torch.int64, device=d) for d in ("cpu", w.device)]
     bits = RESIDUAL_BITS.get(storage)
     how = {"fmt": fmt, "rounding": "stochastic" if storage == "grid_stochastic" else "nearest", "seed": seed, "tensor": tensor,

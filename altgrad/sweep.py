@@ -507,7 +507,7 @@ def replay(
         raise InputError(f"the row was made by version {row['instrument']} of the instrument, this is version {VERSION}")
     bench = Bench(bench.folder, bench.data, Task(**row["task"]), bench.cache)
     got = run_arm(Arm(**{f.name: row[f.name] for f in fields(Arm)}), bench)
-    here = {"machine": machine(), "versions": versions(), "commit": git_commit()}
+    here = {"machine": machine(), "versions": versions(), "commit": git_commit(), "engine": None}
     return _verdict(row, got, [key for key, now in here.items() if row.get(key) != now])
 
 # %% ../nbs/14c_sweep.ipynb #09ef3197

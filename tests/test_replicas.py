@@ -1,0 +1,153 @@
+"""Stacked runs against single runs: the same numbers in float64, whoever the neighbours are; and no silent way back to eager."""
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from altgrad import instrument, replicas
+from altgrad.formats import EIGHT_BIT, InputError
+from altgrad.instrument import Arm, Bench, Task, build_checkpoint, run_arm
+from altgrad.replicas import STORAGES, Batches, run_arms
+from altgrad.sweep import Ledger, Sweep, read_matrix, replay
+
+RULES = [dict(rule="adamw", lr=0.01), dict(power=0.5, lr=0.01), dict(power=-1.0, lr=0.01, floor_octaves=3.0), dict(power=1.0, placement="gradient", lr=0.01),
+         dict(rule="riemannian_adamw", lr=0.3), dict(rule="madam", lr=0.05), dict(rule="grid_sgd", lr=0.1)]
+TASK = Task(steps=20, batch_size=2, warmup=2, chunks=2, windows=2, every=10)
+MATRIX = """
+name: test
+tier: 0
+corpus: tiny
+checkpoints: [tiny-0]
+arms:
+  - {format: [E4M3, E7M0], storage: [fp32, grid_stochastic], power: [0, 1], lr: 0.01}
+  - {format: E4M3, storage: [grid_residual4, grid_stochastic], rule: madam, lr: 0.01}
+tune: {seeds: [1000], points: 3, most: 3}
+confirm: {seeds: [0]}
+task: {steps: 6, batch_size: 2, warmup: 2, chunks: 2, windows: 2, every: 3}
+"""
+
+
+class Exact(Bench):
+    "A bench whose models compute in float64."
+    def model(self, checkpoint): return super().model(checkpoint).double()
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    "A folder with a text, a cache and two checkpoints."
+    folder = tmp_path_factory.mktemp("replicas")
+    (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    for name in ("tiny-0", "tiny-1"): build_checkpoint(bench(folder), name)
+    return folder
+
+
+def bench(folder: Path, kind: type = Bench) -> Bench:
+    return kind(folder / "checkpoints", {"tiny": f"path:{folder / 'text.txt'}"}, TASK, folder / "cache")
+
+
+def arm(**values) -> Arm: return Arm(**{"checkpoint": "tiny-0", "corpus": "tiny", "lr": 0.01, **values})
+
+
+@pytest.fixture
+def outcomes(monkeypatch):
+    "Rows that also hold what they were made from."
+    make = instrument.make_row
+    for module in (instrument, replicas): monkeypatch.setattr(module, "make_row", lambda a, b, run: {**make(a, b, run), "outcome": run})
+
+
+def same(a: dict, b: dict) -> bool: return {**a, "seconds": 0} == {**b, "seconds": 0}
+
+
+def test_every_format_storage_and_rule_is_the_single_run_in_float64(here, outcomes):
+    cells = enumerate(itertools.product(EIGHT_BIT, STORAGES, RULES))
+    arms = [arm(format=f, storage=s, seed=i, checkpoint=f"tiny-{i % 2}", split=("tune", "confirm")[i // 2 % 2], **rule) for i, (f, s, rule) in cells]
+    exact = bench(here, Exact)
+    for got, a in zip(run_arms(arms, exact), arms):
+        want = run_arm(a, exact)
+        x, y = got.pop("outcome"), want.pop("outcome")
+        assert y.weights[0].dtype == torch.float64 and len(y.losses) == TASK.steps
+        for p, q in zip(x.weights, y.weights, strict=True): torch.testing.assert_close(p, q, rtol=0, atol=1e-9, msg=str(a))
+        for name in ("before", "losses", "after"): assert getattr(x, name) == pytest.approx(getattr(y, name), abs=1e-9), (a, name)
+        assert x.end == pytest.approx(y.end, rel=1e-6, abs=1e-9), a
+        for one, two in zip(x.course, y.course, strict=True): assert one == pytest.approx(two, rel=1e-6, abs=1e-9), a
+        assert got.pop("engine") == "batched" and list(got) == list(want)
+
+
+def test_neighbours_change_nothing(here):
+    arms = [arm(format=f, storage=s, seed=i, lr=0.01 * (i + 1)) for i, (f, s) in enumerate(itertools.product(("E0M7", "E4M3", "E7M0"), STORAGES))]
+    together, exact = run_arms(arms, bench(here)), bench(here)
+    for i in (0, 5, 11):
+        alone = run_arms([arms[i]], exact)[0]
+        assert alone["val_loss"] == pytest.approx(together[i]["val_loss"], abs=1e-5)
+    assert all(map(same, run_arms(arms[::-1], exact)[::-1], together))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_replica_that_diverges_harms_no_other(here, storage):
+    wild, calm = arm(storage="fp32", rule="madam", lr=1e30), arm(storage=storage, rule="madam", lr=0.05, seed=3)
+    exact = bench(here, Exact)
+    bad, good = run_arms([wild, calm], exact)
+    single = run_arm(wild, exact)
+    assert bad["diverged"] and bad["steps"] == single["steps"] and bad["val_loss"] == bad["frozen_loss"] == single["val_loss"]
+    assert good["val_loss"] == pytest.approx(run_arm(calm, exact)["val_loss"], abs=1e-9) and not good["steps"] < TASK.steps
+
+
+def test_what_cannot_be_stacked_is_refused_in_one_line(here):
+    with pytest.raises(InputError, match="no storage 'grid_residual4'; allowed: fp32, master"): run_arms([arm(storage="grid_residual4")], bench(here))
+    with pytest.raises(InputError, match="float8_e4m3fnuz"): run_arms([arm(format="float8_e4m3fnuz")], bench(here))
+
+
+def test_a_sweep_in_batches_goes_on_and_says_so(here):
+    sweep = Sweep(read_matrix(MATRIX), here / "ledger", bench(here))
+    class Killed(Exception): pass
+    def stop(row):
+        if len(sweep.rows) == 9: raise Killed
+    sweep.rows = Stopping(sweep.rows, stop)
+    setup = sweep.bench.folder, sweep.bench.data, sweep.bench.task, sweep.bench.cache
+    with pytest.raises(Killed): sweep.run(progress=False, pool=Batches(setup, 4))
+    sweep = Sweep(read_matrix(MATRIX), here / "ledger", bench(here))
+    assert len(sweep.rows) == 9 and sweep.run(progress=False, pool=Batches(setup, 4)) == 0
+    rows = Ledger(here / "ledger").rows()
+    assert len({row["run"] for row in rows}) == len(rows) == 10 * 3 + 10
+    assert {row["storage"] for row in rows if "engine" not in row} == {"grid_residual4"} and {row.get("engine") for row in rows} == {"batched", None}
+    row = next(row for row in rows if row.get("engine") and not row["diverged"])
+    agrees, text = replay(row, bench(here))
+    assert agrees and "another engine" in text
+
+
+class Stopping(dict):
+    "A dict that calls a function after each new value."
+    def __init__(self, rows, then): super().__init__(rows), setattr(self, "then", then)
+    def __setitem__(self, key, value): super().__setitem__(key, value), self.then(value)
+
+
+def test_the_command_line_refuses_replicas_elsewhere(here):
+    (here / "matrix.yaml").write_text(MATRIX)
+    command = [Path(sys.executable).parent / "altgrad", "sweep", here / "matrix.yaml", "--out", here / "none", "--replicas", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "--replicas" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_compiling_never_falls_back_to_eager_silently(here, monkeypatch):
+    "Dynamo without a code generator: what it captures, and what it would leave out, does not depend on that."
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    torch._dynamo.reset()
+    counters.clear()
+    arms = [arm(format=f, storage="grid_stochastic", seed=i, lr=0.01) for i, f in enumerate(("E4M3", "E7M0"))]
+    few = bench(here)
+    few.task = replace(TASK, steps=3)
+    compiled = run_arms(arms, few, compiled=True)
+    assert [row["val_loss"] for row in compiled] == pytest.approx([row["val_loss"] for row in run_arms(arms, few)], abs=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1 + 3 + 3  # the losses; for each shape of a tensor the move, and the storing
+    assert not counters["graph_break"] and not counters["unimplemented"]
+    monkeypatch.setattr(replicas, "RECOMPILES", 1)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit): run_arms(arms, few, compiled=True)
