@@ -134,13 +134,13 @@ def _store(w: Tensor, before: Tensor, scale: Tensor, f: Facts, on_grid: Tensor, 
     scale = torch.where(on_grid, grown_rows(w.abs().amax(1, keepdim=True), scale, f), scale)
     return torch.where(on_grid, round_rows(w / scale, f, noise, by_chance) * scale, proposed), scale
 
-# %% ../nbs/14g_replicas.ipynb #2a58ed11
+# %% ../nbs/14g_replicas.ipynb #7eafa526
 def _grid_key(arm: Arm) -> tuple:
     "What arms share whose grids have the same numbers: the format and the floor, which plain AdamW has not."
     return arm.format, arm.rule, arm.floor_octaves
 
-class _Batch:
-    "What a batch of arms consists of; the arms are of one kind and sorted by `_grid_key`."
+class _Stacked:
+    "What a batch of arms consists of but for its storage, which `_start_storage` adds; the arms are of one kind and sorted by `_grid_key`."
     def __init__(self, arms: list[Arm], bench: Bench, device: torch.device | str):
         self.arms, self.task, self.device, self.kind = arms, bench.task, device, kind_of(arms[0])[0]
         self.models = {name: bench.model(name).to(device).requires_grad_(False) for name in {a.checkpoint for a in arms}}
@@ -164,6 +164,9 @@ class _Batch:
         same = [len(list(rows)) for _, rows in groupby(_grid_key(a) for a in self.arms)]
         self.slices = [slice(end - n, end) for n, end in zip(same, accumulate(same))]
 
+# %% ../nbs/14g_replicas.ipynb #9f408e53
+class _Batch(_Stacked):
+    "A batch of arms and where their weights live."
     def _start_storage(self) -> None:
         "Puts on the grid what is stored there."
         column = lambda *storages: self._column([a.storage in storages for a in self.arms], torch.bool)
@@ -194,37 +197,9 @@ class _Batch:
         chosen = [torch.where(self.master, q, w) for w, q in zip(self.w, self.rounded())] if self.any_master else self.w
         return [w.detach().view(shape) for w, shape in zip(chosen, self.shapes)]
 
-# %% ../nbs/14g_replicas.ipynb #b1d78d3c
-RECOMPILES = 64  # kernels for a function, one a shape, before it is an error
-
-class Replicas(_Batch):
-    "Arms trained at once."
-    def __init__(self, arms: list[Arm], bench: Bench, device: torch.device | str = "cpu", compiled: bool = False):
-        super().__init__(arms, bench, device)
-        if compiled: torch._dynamo.config.recompile_limit = RECOMPILES
-        wrap = partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
-        self.losses, self.move, self.store = wrap(self._losses), wrap(_move), wrap(_store)
-
-    def _losses(self, used: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
-        "The loss of each replica, [R]."
-        def one(used, frozen, x, y): return loss_of(lambda tokens: functional_call(self.model, {**used, **frozen}, (tokens,)), x, y)
-        return torch.vmap(one)(dict(zip(self.names, used)), self.frozen, x, y)
-
-    def batch(self, bench: Bench, step: int) -> tuple[Tensor, Tensor]:
-        "Every replica's own batch, [R, batch, T]."
-        size = self.task.batch_size, self.model.config.block_size
-        drawn = {key: get_batch(bench.corpus(key[0]).train, *size, key[1], step) for key in {(a.corpus, a.seed) for a in self.arms}}
-        x, y = zip(*(drawn[a.corpus, a.seed] for a in self.arms))
-        return torch.stack(x).to(self.device), torch.stack(y).to(self.device)
-
-    def step(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        "One update; the losses before it, the weights before it, and as the rule proposed them."
-        used = [w.requires_grad_() for w in self.used()]
-        with sdpa_kernel(SDPBackend.MATH): losses = self.losses(used, x, y)  # the way to attend that vmap knows on every device
-        grads = torch.autograd.grad(losses.sum(), used)
-        self.alive = self.alive & losses.detach().isfinite().unsqueeze(1)
-        return losses.detach(), self.w, self._update([g.flatten(1) for g in grads], step)
-
+# %% ../nbs/14g_replicas.ipynb #99f39727
+class _Updated(_Batch):
+    "How a batch moves; `move` and `store` are `_move` and `_store`, compiled or not."
     @torch.no_grad()
     def _update(self, grads: list[Tensor], step: int) -> list[Tensor]:
         "Moves and stores every tensor; returns what was proposed."
@@ -253,6 +228,37 @@ class Replicas(_Batch):
         rows = torch.cat([make(grids(s), self.groups[s.start]).unflatten(0, (-1, len(self.w))) for s in self.slices])
         if make is _stiffness_numbers: rows[..., -1] = self._column([group["power"] for group in self.groups], torch.float64)
         return rows.to(self.w[0].dtype)
+
+# %% ../nbs/14g_replicas.ipynb #9b0d8b36
+RECOMPILES = 64  # kernels for a function, one a shape, before it is an error
+
+class Replicas(_Updated):
+    "Arms trained at once."
+    def __init__(self, arms: list[Arm], bench: Bench, device: torch.device | str = "cpu", compiled: bool = False):
+        super().__init__(arms, bench, device)
+        if compiled: torch._dynamo.config.recompile_limit = RECOMPILES
+        wrap = partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
+        self.losses, self.move, self.store = wrap(self._losses), wrap(_move), wrap(_store)
+
+    def _losses(self, used: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+        "The loss of each replica, [R]."
+        def one(used, frozen, x, y): return loss_of(lambda tokens: functional_call(self.model, {**used, **frozen}, (tokens,)), x, y)
+        return torch.vmap(one)(dict(zip(self.names, used)), self.frozen, x, y)
+
+    def batch(self, bench: Bench, step: int) -> tuple[Tensor, Tensor]:
+        "Every replica's own batch, [R, batch, T]."
+        size = self.task.batch_size, self.model.config.block_size
+        drawn = {key: get_batch(bench.corpus(key[0]).train, *size, key[1], step) for key in {(a.corpus, a.seed) for a in self.arms}}
+        x, y = zip(*(drawn[a.corpus, a.seed] for a in self.arms))
+        return torch.stack(x).to(self.device), torch.stack(y).to(self.device)
+
+    def step(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        "One update; the losses before it, the weights before it, and as the rule proposed them."
+        used = [w.requires_grad_() for w in self.used()]
+        with sdpa_kernel(SDPBackend.MATH): losses = self.losses(used, x, y)  # the way to attend that vmap knows on every device
+        grads = torch.autograd.grad(losses.sum(), used)
+        self.alive = self.alive & losses.detach().isfinite().unsqueeze(1)
+        return losses.detach(), self.w, self._update([g.flatten(1) for g in grads], step)
 
 # %% ../nbs/14g_replicas.ipynb #20e4552e
 @torch.no_grad()
@@ -332,44 +338,13 @@ def _hand_out(futures: list[Future], done: Future) -> None:
         if done.cancelled() or done.exception(): future.set_exception(BrokenProcessPool("the worker process died"))
         else: future.set_result(done.result()[i])
 
-# %% ../nbs/14g_replicas.ipynb #53da2125
-class Batches:
-    "Worker processes that train runs in batches."
-    def __init__(
-        self,
-        setup: tuple,  # of `Bench`
-        size: int,  # replicas at once
-        processes: int = 1,
-        device: str = "cpu",
-        linger: float = 0.3,  # seconds without a new run after which a batch begins
-    ):
-        self.workers, self.size, self.device, self.linger = sweep.Workers(processes, setup), size, device, linger
-        self.count, self.pool, self.waiting, self.flying, self.lock = processes * size, self, {}, set(), threading.RLock()
-        self.timer = None
-
-    def __enter__(self) -> "Batches": return self
-    def __exit__(self, *_) -> None:
-        self._forget()
-        self.workers._stop()
-
-    def restart(self) -> None:
-        "New workers after one died."
-        self._forget()
-        self.workers.restart()
-
+# %% ../nbs/14g_replicas.ipynb #d76e7f86
+class _Waiting:
+    "Runs that wait for a batch, and batches that are under way."
     def _forget(self) -> None:
         with self.lock:
             if self.timer: self.timer.cancel()
             self.waiting, self.flying = {}, set()
-
-    def submit(self, work: Callable, arm: Arm) -> Future:
-        "A run, in some batch; one that cannot be stacked is made alone."
-        try: kind = kind_of(arm)
-        except InputError: return self.workers.pool.submit(work, arm)
-        with self.lock:
-            self.waiting.setdefault(kind, []).append((arm, Future()))
-            self._later()
-            return self.waiting[kind][-1][1]
 
     def _later(self) -> None:
         "Begins batches when nothing new has come for a moment."
@@ -397,3 +372,37 @@ class Batches:
         with self.lock:
             self.flying.discard(done)
             if any(self.waiting.values()): self._later()
+
+# %% ../nbs/14g_replicas.ipynb #577cb8e7
+class Batches(_Waiting):
+    "Worker processes that train runs in batches."
+    def __init__(
+        self,
+        setup: tuple,  # of `Bench`
+        size: int,  # replicas at once
+        processes: int = 1,
+        device: str = "cpu",
+        linger: float = 0.3,  # seconds without a new run after which a batch begins
+    ):
+        self.workers, self.size, self.device, self.linger = sweep.Workers(processes, setup), size, device, linger
+        self.count, self.pool, self.waiting, self.flying, self.lock = processes * size, self, {}, set(), threading.RLock()
+        self.timer = None
+
+    def __enter__(self) -> "Batches": return self
+    def __exit__(self, *_) -> None:
+        self._forget()
+        self.workers._stop()
+
+    def restart(self) -> None:
+        "New workers after one died."
+        self._forget()
+        self.workers.restart()
+
+    def submit(self, work: Callable, arm: Arm) -> Future:
+        "A run, in some batch; one that cannot be stacked is made alone."
+        try: kind = kind_of(arm)
+        except InputError: return self.workers.pool.submit(work, arm)
+        with self.lock:
+            self.waiting.setdefault(kind, []).append((arm, Future()))
+            self._later()
+            return self.waiting[kind][-1][1]
