@@ -39,9 +39,9 @@ def compare(bench: Bench, options: argparse.Namespace) -> list[dict]:
     for arm, got in zip(arms, stacked):
         want = run_arm(arm, bench)
         nudged, alone = run_arm(replace(arm, lr=arm.lr * (1 + 2**-20)), bench)["raw_loss"], want["raw_loss"]
-        rows.append({**{k: want[k] for k in keys}, "frozen": want["frozen_loss"], "single": alone, "batched": got["raw_loss"], "nudged": nudged})
-        print(f"{arm.format} {arm.storage} {arm.rule} seed {arm.seed}: {alone:.5f} alone; stacked {got['raw_loss'] - alone:+.5f}, nudged {nudged - alone:+.5f}",
-              flush=True)
+        rows.append({**{key: want[key] for key in keys}, "frozen": want["frozen_loss"], "single": alone, "batched": got["raw_loss"], "nudged": nudged})
+        print(f"{arm.format} {arm.storage} {arm.rule} lr {arm.lr:g} seed {arm.seed}: {alone:.5f} alone; "
+              f"stacked {got['raw_loss'] - alone:+.5f}, nudged {nudged - alone:+.5f}", flush=True)
     print(f"{len(arms)} replicas in {took:.0f} s")
     return rows
 
