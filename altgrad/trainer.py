@@ -122,6 +122,7 @@ def _check_config(c: TrainConfig) -> None:
     preset(c.model)
     _one_of("storage", c.storage, ("fp32", *STORAGES))
     _one_of("rule", c.rule, RULES)
+    if c.rule == "muon" and not hasattr(torch.optim, "Muon"): raise InputError(f"muon is torch's from version 2.9 on, and this is {torch.__version__}")
     if c.rule == "muon" and c.storage not in ("fp32", "master"):
         raise InputError(f"muon is torch's and writes a weight twice in a step: storage must be fp32 or master, not {c.storage}")
     if c.format is None and (c.rule != "adamw" or c.storage != "master"): raise InputError("a rule or a storage needs a format; format is null")
