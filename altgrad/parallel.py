@@ -74,7 +74,7 @@ def largest(
 # %% ../nbs/06b_parallel.ipynb #63fb7d57
 def first(
     f: Callable,  # called in process 0 only
-    *args,
+    *args: Any,  # of `f`
 ) -> Any:
     "What `f` returns in process 0, in every process; an InputError there is one everywhere."
     if world() == 1: return f(*args)
@@ -85,7 +85,7 @@ def first(
 
 def agree(
     f: Callable,  # called in every process; it must not wait for the others
-    *args,
+    *args: Any,  # of `f`
 ) -> Any:
     "What `f` returns, which must be the same everywhere; the first InputError of any process is one of all."
     if world() == 1: return f(*args)

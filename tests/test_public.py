@@ -45,9 +45,16 @@ def notebooks(module: str) -> list[Path]:
     return [ROOT / "nbs" / name for name in dict.fromkeys(re.findall(r"^# %% \.\./nbs/(\S+\.ipynb)", text, re.MULTILINE))]
 
 
+def code_in(text: str) -> ast.AST | None:
+    "A text of several lines as code, for some examples hand it to another process; None if it is none."
+    try: return ast.parse(text) if "\n" in text else None
+    except SyntaxError: return None
+
+
 def used(tree: ast.AST) -> set[str]:
     "Names that code uses: not those that it only imports, defines or hands to `show_doc`."
     if isinstance(tree, ast.Call) and getattr(tree.func, "id", "") == "show_doc": return set()
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, str) and (inner := code_in(tree.value)): return used(inner)
     own = {tree.id} if isinstance(tree, ast.Name) else {tree.attr} if isinstance(tree, ast.Attribute) else set()
     return own.union(*(used(child) for child in ast.iter_child_nodes(tree)))
 
