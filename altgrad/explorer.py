@@ -189,6 +189,7 @@ def view_codes(
 
     def update(seen: Seen) -> None:
         counts, n = seen.stats.histogram, seen.fmt.magnitudes
+        assert counts is not None  # `see` has counted
         by_value = torch.cat([counts[n:].flip(0), counts[:n]]).double()
         bars.set_data((by_value / by_value.max()).numpy(), torch.linspace(-1, 1, 2 * n + 1).numpy()), bars.set_color(_color(seen.fmt))
         ax.title.set_text(f"{int((counts > 0).sum())} of {len(counts)} codes, {seen.stats.entropy_bits:.2f} bits")

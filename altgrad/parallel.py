@@ -79,7 +79,7 @@ def first(
     "What `f` returns in process 0, in every process; an InputError there is one everywhere."
     if world() == 1: return f(*args)
     told = _tried(f, *args) if rank() == 0 else None
-    found = [told]
+    found: list[Any] = [told]
     with _others(): dist.broadcast_object_list(found, src=0)
     return _taken(found[0])
 
