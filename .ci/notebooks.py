@@ -63,7 +63,7 @@ def execute_one(path: Path, run_all: bool):
         if is_skipped(cell) and not run_all: cell.metadata.tags = [SKIP_TAG]  # nbdev_clean removes the tag again
     where = {"metadata": {"path": str(path.parent)}}
     quiet = ["--log-level=ERROR"]
-    NotebookClient(nb, timeout=None, skip_cells_with_tag=SKIP_TAG, resources=where, extra_arguments=quiet).execute()
+    NotebookClient(nb, timeout=None, skip_cells_with_tag=SKIP_TAG, resources=where, extra_arguments=quiet, store_widget_state=False).execute()
     write_atomically(path, nbformat.writes(nb))
     nbdev_clean.__wrapped__(str(path))
 

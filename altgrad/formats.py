@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['SPECIALS', 'PRECISION', 'EIGHT_BIT', 'COLORS', 'FORMATS', 'InputError', 'unknown', 'FP8Format', 'encode',
-           'unit_in_first_place', 'power_of_two', 'ulp', 'get_format', 'exact_text', 'plot_grids']
+           'unit_in_first_place', 'power_of_two', 'ulp', 'get_format', 'exact_text', 'svg_bars', 'html_card',
+           'plot_grids']
 
 # %% ../nbs/00_formats.ipynb #db3fad99
 import difflib
+import html
 import math
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Iterable
+from typing import Any, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -224,7 +226,7 @@ class FP8Format(_SpecialCodes):
         "The facts as text to print, 80 columns wide; with `codes` the value of every code beneath."
         return _card(self, codes)
 
-    def _repr_markdown_(self) -> str: return _markdown(self)
+    def _repr_html_(self) -> str: return _html(self)
 
 # %% ../nbs/00_formats.ipynb #4b3a73ca
 def _check_facts(fmt: Any) -> None:  # an FP8Format
@@ -483,9 +485,36 @@ def _code_lines(fmt: FP8Format) -> list[str]:
     columns = 2 ** ((80 // width).bit_length() - 1)
     return ["".join(f"{cell:{width}}" for cell in cells[i : i + columns]).rstrip() for i in range(0, len(cells), columns)]
 
-def _markdown(fmt: FP8Format) -> str:
-    "The card as a table."
-    return "\n".join([f"| **{fmt.name}** | |", "|---|---|", *(f"| {key} | `{value}` |" for key, value in _facts(fmt).items())])
+# %% ../nbs/00_formats.ipynb #91b682a6
+def svg_bars(
+    heights: Iterable[float],  # in [0, 1], from left to right
+    color: str = "currentColor",  # as CSS has it
+    at: Iterable[float] | None = None,  # where they stand, in [0, 1], as thin marks; None: side by side
+) -> str:  # an SVG element, 512 x 48 pixels
+    "A small picture of vertical bars, to stand in a page."
+    heights = list(heights)
+    at, width = ([(i + 0.5) / len(heights) for i in range(len(heights))], min(24, 512 / max(1, len(heights)))) if at is None else (list(at), 1)
+    path = "".join(f"M{512 * x:.1f} 48V{48 - 48 * h:.1f}" for x, h in zip(at, heights) if h > 0)
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="512" height="48" viewBox="0 0 512 48" style="max-width:100%">'
+            f'<path d="{path}" stroke="{html.escape(color)}" stroke-width="{width:.4g}" fill="none"/></svg>')
+
+def html_card(
+    title: str,
+    facts: Mapping[str, object],  # what is told -> its value
+    picture: str = "",  # from `svg_bars`
+) -> str:  # an HTML element; title and facts are escaped
+    "What an object shows of itself in a notebook."
+    cell = lambda tag, value: f'<{tag} style="text-align:left">{html.escape(str(value))}</{tag}>'
+    rows = "".join(f"<tr>{cell('th', key)}{cell('td', value)}</tr>" for key, value in facts.items())
+    return f"<div><div><b>{html.escape(str(title))}</b></div>{picture}<table><tbody>{rows}</tbody></table></div>"
+
+# %% ../nbs/00_formats.ipynb #40026f34
+def _html(fmt: FP8Format) -> str:
+    "The card under a strip of the finite values: zero in the middle, to both sides the logarithm of the magnitude."
+    v = fmt._table[fmt._table.isfinite()]
+    out = torch.where(v == 0, 0.0, (v.abs() / fmt.min_positive).log2() + 1) * v.sign()
+    at = ((out - out.min()) / (out.max() - out.min()) * 510 + 1).round().unique() / 512
+    return html_card(fmt.name, _facts(fmt), svg_bars([1.0] * len(at), COLORS.get(fmt.name, "currentColor"), at.tolist()))
 
 # %% ../nbs/00_formats.ipynb #31ed3d22
 def plot_grids(

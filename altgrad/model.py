@@ -8,7 +8,7 @@ __all__ = ['PRESETS', 'GPTConfig', 'Attention', 'MLP', 'Block', 'GPT', 'attentio
 # %% ../nbs/06_model.ipynb #4da032e0
 import math
 from dataclasses import dataclass, replace
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +140,7 @@ PRESETS = {
 
 def preset(
     name: str,  # a key of `PRESETS`
-    **changes,  # fields of `GPTConfig` to replace, e.g. vocab_size
+    **changes: Any,  # fields of `GPTConfig` to replace, e.g. vocab_size
 ) -> GPTConfig:
     "A preset's configuration; InputError that lists the presets if there is none of that name."
     if name not in PRESETS: raise unknown("model", name, PRESETS)

@@ -74,18 +74,18 @@ def largest(
 # %% ../nbs/06b_parallel.ipynb #63fb7d57
 def first(
     f: Callable,  # called in process 0 only
-    *args,
+    *args: Any,  # of `f`
 ) -> Any:
     "What `f` returns in process 0, in every process; an InputError there is one everywhere."
     if world() == 1: return f(*args)
     told = _tried(f, *args) if rank() == 0 else None
-    found = [told]
+    found: list[Any] = [told]
     with _others(): dist.broadcast_object_list(found, src=0)
     return _taken(found[0])
 
 def agree(
     f: Callable,  # called in every process; it must not wait for the others
-    *args,
+    *args: Any,  # of `f`
 ) -> Any:
     "What `f` returns, which must be the same everywhere; the first InputError of any process is one of all."
     if world() == 1: return f(*args)

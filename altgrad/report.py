@@ -141,6 +141,9 @@ def plot_comparison(
     for i, arm in enumerate(result.arms): _plot_histogram(fig.add_subplot(low[i // columns, i % columns]), arm)
     return fig
 
-def save_figure(fig, path: Path | str) -> None:
+def save_figure(
+    fig,  # of matplotlib
+    path: Path | str,  # of the PNG file
+) -> None:
     "Writes a figure as PNG, atomically and with the same bytes every time."
     write_atomic(path, lambda file: fig.savefig(file, format="png", dpi=110, metadata={"Software": None}))

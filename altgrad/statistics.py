@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import altgrad.quantize as Q
-from .formats import FP8Format, InputError, get_format, unit_in_first_place
+from .formats import COLORS, FP8Format, InputError, get_format, html_card, svg_bars, unit_in_first_place
 
 # %% ../nbs/01b_statistics.ipynb #b528052e
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class QuantStats:
     range_used_octaves = property(lambda self: _octaves(self), doc="log2 of the largest over the smallest non-zero magnitude in use.")
 
     def __repr__(self) -> str: return _describe(self)
+    def _repr_html_(self) -> str: return _html(self)
 
 # %% ../nbs/01b_statistics.ipynb #b8d15787
 def _ratio(part: Tensor, of: Tensor) -> float | None: return part.item() / of.item() if of.item() else None
@@ -86,6 +87,21 @@ def _describe(stats: QuantStats) -> str:
         parts += [f"entropy {stats.entropy_bits:.2f} of {stats.fmt.bits} bits", f"{stats.dead_codes} dead codes",
                   f"{show(stats.range_used_octaves, ' octaves', '.1f')}"]
     return f"QuantStats({'; '.join(parts)})"
+
+# %% ../nbs/01b_statistics.ipynb #d4036bec
+def _html(stats: QuantStats) -> str:
+    "The counts by value over a table; waits for the device."
+    show = lambda value, form: "-" if value is None else format(value, form)
+    facts = {"elements": f"{stats.count.item():,}", "overflow": show(stats.overflow_rate, ".3%"), "underflow": show(stats.underflow_rate, ".3%"),
+             "SQNR": show(stats.sqnr_db, ".1f") + " dB", "amax": show(stats.amax.item(), ".4g")}
+    if stats.nan.item() + stats.inf.item(): facts |= {"NaN": f"{stats.nan.item():,}", "inf": f"{stats.inf.item():,}"}
+    if stats.histogram is None: return html_card(f"QuantStats of {stats.fmt.name}", facts)
+    facts |= {"entropy": f"{stats.entropy_bits:.2f} of {stats.fmt.bits} bits", "dead codes": stats.dead_codes,
+              "range in use": show(stats.range_used_octaves, ".1f") + " octaves"}
+    counts = stats.histogram.cpu().double()[stats.fmt._table.argsort(stable=True)]  # NaN, if there is one, comes last
+    bars = counts.view(-1, max(1, len(counts) // 256)).sum(1)
+    heights = (bars / bars.max().clamp(min=1)).tolist()
+    return html_card(f"QuantStats of {stats.fmt.name}", facts, svg_bars(heights, COLORS.get(stats.fmt.name, "currentColor")))
 
 # %% ../nbs/01b_statistics.ipynb #4a3beb40
 @cache

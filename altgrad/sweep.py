@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['AXES', 'Losses', 'FLAGS', 'TOLERANCE', 'Matrix', 'read_matrix', 'Job', 'Tuning', 'rate', 'tuning', 'wider_powers',
-           'Plan', 'plan', 'Ledger', 'Workers', 'protocol_commit', 'Sweep', 'estimate', 'describe', 'compact',
-           'read_rows', 'flags', 'find_row', 'replay']
+           'Plan', 'plan', 'Ledger', 'best_arms', 'Workers', 'protocol_commit', 'Sweep', 'estimate', 'describe',
+           'compact', 'read_rows', 'flags', 'find_row', 'replay']
 
 # %% ../nbs/14c_sweep.ipynb #77055950
 import itertools
@@ -32,7 +32,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .formats import InputError, unknown
+from .formats import InputError, html_card, svg_bars, unknown
 from .instrument import VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of, run_arm, run_id
 from .tracking import git_commit, machine, read_line, versions
 
@@ -209,6 +209,8 @@ class Ledger:
         if None in rows[:-1]: raise InputError(f"{self.path} is damaged in line {rows.index(None) + 1}; remove that line")
         return [row for row in rows if row is not None]
 
+    def _repr_html_(self) -> str: return _html(self)
+
     @contextmanager
     def writing(self) -> Iterator[Callable[[dict[str, Any]], None]]:
         "A function that appends a row; InputError where another process writes, or the folder cannot be used."
@@ -245,6 +247,38 @@ def _lock(file, path: Path) -> None:
     except ModuleNotFoundError: return
     try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError: raise InputError(f"another sweep writes to {path}; wait for it, or choose another --out") from None
+
+# %% ../nbs/14c_sweep.ipynb #e69813d7
+def best_arms(
+    rows: Iterable[Mapping[str, Any]],  # of a ledger
+) -> list[tuple[str, float, int]]:  # arm, mean validation loss in nats, number of runs; best first
+    "The arms of the confirmed runs, or of the tuning runs where none is confirmed (there each learning rate by itself)."
+    good = {row["run"]: row for row in rows if not row.get("error") and row.get("val_loss") is not None}.values()
+    confirmed = [row for row in good if row.get("stage") == "confirm"]
+    groups: dict[str, list[float]] = {}
+    for row in confirmed or good:
+        power = f" p={row['power']:g}" if row.get("rule") == "stiffness_adamw" and row.get("power") is not None else ""
+        power += " on the gradient" * (row.get("placement") == "gradient") + (f" R={row['floor_octaves']:g}" if row.get("floor_octaves") is not None else "")
+        lr = f" lr={row['lr']:g}" if not confirmed and row.get("lr") else ""
+        groups.setdefault(" ".join(str(row.get(key, "-")) for key in ("format", "storage", "rule")) + power + lr, []).append(row["val_loss"])
+    return sorted(((arm, statistics.fmean(v), len(v)) for arm, v in groups.items()), key=lambda found: found[1])
+
+def _arms(rows: list[dict[str, Any]], most: int = 5) -> tuple[dict[str, str], str]:
+    "The best arms as facts, and all of them as bars."
+    found = best_arms(rows)
+    low, span = (found[0][1], found[-1][1] - found[0][1] or 1.0) if found else (0.0, 1.0)
+    return {arm: f"{mean:.4f} nats, {n} run" + "s" * (n > 1) for arm, mean, n in found[:most]}, svg_bars([0.1 + 0.9 * (m - low) / span for _, m, _ in found])
+
+def _html(ledger: Ledger) -> str:
+    "The rows by stage, and the best arms."
+    title = f"ledger {ledger.path.absolute().parent.name}"
+    try: rows = ledger.rows()
+    except InputError as e: return html_card(title, {"damaged": e})
+    stages = [str(row.get("stage", "-")) for row in rows]
+    counts = {f"stage {stage}": f"{stages.count(stage):,} runs" for stage in sorted(set(stages))}
+    failed = sum(bool(row.get("error")) for row in rows)
+    arms, picture = _arms(rows)
+    return html_card(title, {"rows": f"{len(rows):,}", **counts, "failed": failed, **arms}, picture)
 
 # %% ../nbs/14c_sweep.ipynb #63cace48
 _BENCH: Bench | None = None
@@ -357,8 +391,7 @@ class Sweep:
     def __init__(self, matrix: Matrix, out: Path | str, bench: Bench):
         self.matrix, self.ledger, self.out = matrix, Ledger(out), Path(out)
         self.bench = Bench(bench.folder, bench.data, matrix.task, bench.cache)
-        self.rows = {row["run"]: row for row in self.ledger.rows() if not row.get("error")}
-        self._ids = {}
+        self.rows, self._ids = {row["run"]: row for row in self.ledger.rows() if not row.get("error")}, {}
 
     def run_id(self, arm: Arm) -> str:
         "The arm's identity."
@@ -371,6 +404,7 @@ class Sweep:
         return None if row is None else row.get("val_loss", math.inf)
 
     def plan(self) -> Plan: return plan(self.matrix, self.loss)
+    def _repr_html_(self) -> str: return _sweep_html(self)
 
     def build(self) -> None:
         "Pretrains the checkpoints that are not there."
@@ -402,6 +436,14 @@ def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any], pr
                    "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             step(f"{_label(job.arm)}: {row['error'] or round(row['val_loss'], 4)}")
             yield row
+
+# %% ../nbs/14c_sweep.ipynb #3141a78c
+def _sweep_html(sweep: Sweep) -> str:
+    "Where a sweep stands, and its best arms so far."
+    todo, rows = sweep.plan(), list(sweep.rows.values())
+    arms, picture = _arms(rows)
+    facts = {"arms": len(todo.cells), "runs made": f"{len(rows):,}", "stage": todo.stage, "runs to make in it": f"{len(todo.jobs):,}"}
+    return html_card(f"sweep {sweep.matrix.name}", facts | arms, picture)
 
 # %% ../nbs/14c_sweep.ipynb #5802715d
 def estimate(

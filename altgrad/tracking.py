@@ -28,7 +28,7 @@ import torch
 import yaml
 
 from .checkpoint import Checkpoints, WriteError, make_folder, remove_leftovers, write_atomic
-from .formats import InputError, unknown
+from .formats import COLORS, InputError, html_card, svg_bars, unknown
 
 # %% ../nbs/12_tracking.ipynb #e792fdad
 def json_line(
@@ -116,6 +116,8 @@ class StoredRun:
         if not self.lock_file.is_file(): return False
         with open(self.lock_file, "rb") as file: return not _try_lock(file, exclusive=False)
 
+    def _repr_html_(self) -> str: return _html(self)
+
 # %% ../nbs/12_tracking.ipynb #2b37877e
 def _check_place(path: Path) -> None:
     "InputError unless a folder can be made at `path`; tries it in the nearest folder above that exists, and leaves nothing there."
@@ -127,6 +129,34 @@ def _check_place(path: Path) -> None:
     except OSError as e: raise InputError(f"cannot write to {_shorten(path)}: {e.strerror}; choose another --out or name") from None
 
 def _shorten(path: Path) -> str: return str(path) if len(str(path)) < 120 else f"{str(path)[:100]}..."
+
+# %% ../nbs/12_tracking.ipynb #023253eb
+def _ending(run: StoredRun) -> str:
+    "Why a run ended, or that it has not."
+    reason = run.record().get("exit_reason", "not begun")
+    return "killed" if reason == "running" and not run.in_use() else str(reason)
+
+def _number(value: Any) -> str: return f"{value:.4f}" if isinstance(value, (int, float)) else "-"
+
+def _heights(values: list[float], bars: int = 128) -> list[float]:
+    "Means of so many parts of the values, from 0.04 for the smallest to 1 for the largest."
+    n = min(bars, len(values))
+    means = [sum(part) / len(part) for i in range(n) if (part := values[len(values) * i // n : len(values) * (i + 1) // n])]
+    low, span = min(means, default=0.0), (max(means, default=0.0) - min(means, default=0.0)) or 1.0
+    return [0.04 + 0.96 * (m - low) / span for m in means]
+
+def _html(run: StoredRun) -> str:
+    "A run's losses over a table of facts."
+    try: config, rows, ending = run.stored_config() or {}, run.metrics(), _ending(run)
+    except InputError as e: return html_card(run.path.name, {"no run": e})
+    kinds = [str(event.get("kind")) for row in rows for event in row.get("events", ())]
+    validation = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
+    facts = {key: config[key] for key in ("format", "storage", "rule", "model") if config.get(key) is not None}
+    facts |= {"state": ending, "steps": f"{len(rows):,} of {config.get('max_steps', '-')}", "loss": _number(rows[-1].get("loss") if rows else None),
+              "validation loss": f"{_number(validation[-1])}, best {_number(min(validation))}" if validation else "-",
+              "events": ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "none"}
+    losses = [v for row in rows if (v := row.get("loss")) is not None]
+    return html_card(config.get("name", run.path.name), facts, svg_bars(_heights(losses), COLORS.get(str(config.get("format")), "currentColor")))
 
 # %% ../nbs/12_tracking.ipynb #d19a8268
 def _try_lock(file: Any, exclusive: bool = True) -> bool:

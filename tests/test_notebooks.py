@@ -75,6 +75,14 @@ def test_no_stored_errors(path):
 
 
 @every_notebook
+def test_no_stored_widgets(path):
+    # their ids are drawn anew at every run, and no page can show them without a kernel
+    nb = NBProcessor(path).nb
+    shown = [c.source for c in nb.cells if c.cell_type == "code" and any("widget-view" in kind for o in c.outputs for kind in o.get("data", {}))]
+    assert shown == [] and "widgets" not in nb.metadata
+
+
+@every_notebook
 def test_figures_are_small(path):
     pngs = [o.data["image/png"] for c in cells(path) for o in c.outputs if "image/png" in o.get("data", {})]
     sizes = [len("".join(png)) * 3 // 4 for png in pngs]  # base64 spells 3 bytes in 4 characters
