@@ -341,10 +341,17 @@ def _hand_out(futures: list[Future], done: Future) -> None:
 # %% ../nbs/14g_replicas.ipynb #d76e7f86
 class _Waiting:
     "Runs that wait for a batch, and batches that are under way."
-    def _forget(self) -> None:
-        with self.lock:
-            if self.timer: self.timer.cancel()
-            self.waiting, self.flying = {}, set()
+    def __init__(
+        self,
+        setup: tuple,  # of `Bench`
+        size: int,  # replicas at once
+        processes: int = 1,
+        device: str = "cpu",
+        linger: float = 0.3,  # seconds without a new run after which a batch begins
+    ):
+        self.workers, self.size, self.device, self.linger = sweep.Workers(processes, setup), size, device, linger
+        self.count, self.pool, self.waiting, self.flying, self.lock = processes * size, self, {}, set(), threading.RLock()
+        self.timer = None
 
     def _later(self) -> None:
         "Begins batches when nothing new has come for a moment."
@@ -376,22 +383,15 @@ class _Waiting:
 # %% ../nbs/14g_replicas.ipynb #577cb8e7
 class Batches(_Waiting):
     "Worker processes that train runs in batches."
-    def __init__(
-        self,
-        setup: tuple,  # of `Bench`
-        size: int,  # replicas at once
-        processes: int = 1,
-        device: str = "cpu",
-        linger: float = 0.3,  # seconds without a new run after which a batch begins
-    ):
-        self.workers, self.size, self.device, self.linger = sweep.Workers(processes, setup), size, device, linger
-        self.count, self.pool, self.waiting, self.flying, self.lock = processes * size, self, {}, set(), threading.RLock()
-        self.timer = None
-
     def __enter__(self) -> "Batches": return self
     def __exit__(self, *_) -> None:
         self._forget()
         self.workers._stop()
+
+    def _forget(self) -> None:
+        with self.lock:
+            if self.timer: self.timer.cancel()
+            self.waiting, self.flying = {}, set()
 
     def restart(self) -> None:
         "New workers after one died."
