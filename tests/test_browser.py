@@ -204,12 +204,13 @@ def serve_mathjax(route):
 
 @pytest.fixture
 def visit(browser, rendered):
-    "Opens a rendered page at a width."
+    "Opens a rendered page at a width; with maths where that matters, as it takes seconds."
     pages = []
-    def open_at(name: str, width: int, dark: bool = False):
+    def open_at(name: str, width: int, dark: bool = False, maths: bool = False):
         page = open_page(browser, width)
         pages.append(page)
-        if MATHJAX.is_dir() and not shutil.which("quarto"): page.route(re.compile("^https?:"), serve_mathjax)
+        if not shutil.which("quarto") and (MATHJAX.is_dir() or not maths):
+            page.route(re.compile("^https?:"), serve_mathjax if maths else lambda route: route.abort())
         page.emulate_media(color_scheme="dark" if dark else "light")
         page.goto(rendered[dark][name].as_uri())
         if dark: page.evaluate("document.body.classList.contains('quarto-light') && window.quartoToggleColorScheme?.()")
@@ -259,7 +260,7 @@ RAW_MATHS = """() => {
 def test_maths_is_drawn(visit, name):
     has_maths = any(re.search(r"\$[^$`]+\$", re.sub(r"`[^`]*`", "", "".join(c["source"]))) for c in source(name) if c["cell_type"] == "markdown")
     if not has_maths: pytest.skip("no maths on this page")
-    page = visit(name, 1280)
+    page = visit(name, 1280, maths=True)
     try: page.wait_for_selector(".MathJax_CHTML, mjx-container, .MathJax, .katex", state="attached", timeout=20_000 if MATHJAX.is_dir() else 10_000)
     except sync_api.TimeoutError:
         if not MATHJAX.is_dir(): pytest.skip("no MathJax here and none from the network (Debian: apt-get install libjs-mathjax)")
@@ -271,7 +272,7 @@ def test_maths_is_drawn(visit, name):
 @every_page
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_screen(visit, name, width, tmp_path):
-    page = visit(name, width)
+    page = visit(name, width, maths=True)
     page.screenshot(path=tmp_path / f"{width}.png", full_page=True)
     assert page.evaluate("document.documentElement.scrollWidth") <= width, page.evaluate(WIDEST, width)
 
