@@ -6,6 +6,7 @@
 __all__ = ['TIMEOUT', 'join', 'world', 'rank', 'ProcessLost', 'part', 'total', 'largest', 'first', 'agree', 'key_from']
 
 # %% ../nbs/06b_parallel.ipynb #2f8de26b
+import atexit
 import os
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +27,11 @@ def join() -> None:
     if dist.is_initialized() or not all(key in os.environ for key in _TOLD) or os.environ["WORLD_SIZE"] == "1": return
     if torch.cuda.is_available(): torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     with _others(): dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    atexit.register(_leave)
+
+def _leave() -> None:
+    "Ends the group before the interpreter does: its threads, still running then, would now and then abort a process that is done."
+    if dist.is_initialized(): dist.destroy_process_group()
 
 def world() -> int:
     "How many processes train together."
