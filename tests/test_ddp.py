@@ -116,7 +116,8 @@ def test_a_killed_process_ends_the_other_and_one_alone_goes_on(place, one):
     assert reason == "interrupted" or "has lost another one" in reason  # torchrun's signal, or the closed connection: whichever is first
     assert "the same command goes on from the last checkpoint" in done.stderr
     done, run = train(place, "lost", 1)
-    assert done.returncode == 0 and run.record()["continued_from_step"] == 2 and run.record()["processes"] == 1, done.stderr
+    assert done.returncode == 0 and run.record()["processes"] == 1, done.stderr
+    assert run.record()["continued_from_step"] in (2, 3)  # step 3's checkpoint, as the best, was written whole before the end came, or not
     close([r["loss"] for r in run.metrics()], [r["loss"] for r in one[1].metrics()])
 
 
