@@ -2,20 +2,14 @@
 
 python .ci/batch_and_data.py --checkpoints FOLDER --corpus eurlex=path:TEXT     # about an hour on one thread
 """
-import argparse
-import json
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
-import torch
-
-from altgrad.checkpoint import write_atomic
-from altgrad.instrument import Arm, Bench, Task, build_checkpoint, run_arm
-from altgrad.tracking import git_commit, machine, versions
+from altgrad.instrument import Arm, Task, run_arm
+from studies import CHECKPOINTS, TEXT, opened
 
 OUT = Path(__file__).resolve().parent.parent / "nbs/results/batch_and_data.json"
-TEXT, CHECKPOINTS = "eurlex", ("stdlib-0.1m-0", "stdlib-0.1m-1", "stdlib-0.1m-2")
 BATCHES = (2, 4, 8, 16)  # sequences of 64 tokens an update
 BUDGETS = (25_600, 51_200, 102_400, 204_800)  # tokens a run
 ARMS = (("E4M3", "fp32"), ("E4M3", "grid_stochastic"), ("E5M2", "grid_stochastic"), ("E7M0", "grid_stochastic"))  # FP32 has no format: its rule is AdamW
@@ -25,10 +19,10 @@ ASKED = ("format", "storage", "lr", "seed", "split", "checkpoint")  # of an arm
 KEPT = ("run", *ASKED, "val_loss", "raw_loss", "diverged", "frozen_loss", "noise", "stall", "weights_sha", "seconds")
 
 
-def bench_of(batch: int, budget: int, checkpoints: Path, corpus: str) -> Bench:
-    "The instrument with this batch and so many tokens; a tenth of the updates is warm-up, ten are measured."
+def task_of(batch: int, budget: int) -> Task:
+    "The instrument's task with this batch and so many tokens; a tenth of the updates is warm-up, ten are measured."
     steps = budget // (64 * batch)
-    return Bench(checkpoints, dict([corpus.split("=", 1)]), Task(steps=steps, batch_size=batch, warmup=steps // 10, every=steps // 10))
+    return Task(steps=steps, batch_size=batch, warmup=steps // 10, every=steps // 10)
 
 
 def next_rate(losses: dict[float, float], batch: int) -> float | None:
@@ -42,21 +36,10 @@ def next_rate(losses: dict[float, float], batch: int) -> float | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT, help="the file of results; what it holds is not repeated")
-    parser.add_argument("--checkpoints", type=Path, default=Path("runs/checkpoints"), help="folder of checkpoint files; built where they are missing")
-    parser.add_argument("--corpus", required=True, help="eurlex=path:<file>")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    stored = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {"runs": []}
-    benches = {cell: bench_of(*cell, args.checkpoints, args.corpus) for cell in product(BATCHES, BUDGETS)}
-    first = next(iter(benches.values()))
-    first.corpus(TEXT)
-    for b in benches.values(): b._corpora, b._states = first._corpora, first._states  # read once
-    stored["facts"] = {"batches": BATCHES, "budgets": BUDGETS, "arms": ARMS, "confirm_seeds": CONFIRM_SEEDS,
-                       "tasks": [asdict(b.task) for b in benches.values()],
-                       "checkpoints": {c: build_checkpoint(first, c) for c in CHECKPOINTS}, "corpus": first.corpus(TEXT).facts() | {"name": TEXT},
-                       "machine": machine(), "versions": versions(), "git_commit": git_commit()}
+    bench, stored, store = opened(__doc__, OUT, ("runs",))
+    benches = {cell: bench.with_task(task_of(*cell)) for cell in product(BATCHES, BUDGETS)}
+    tasks = [asdict(b.task) for b in benches.values()]
+    stored["facts"] |= {"batches": BATCHES, "budgets": BUDGETS, "arms": ARMS, "confirm_seeds": CONFIRM_SEEDS, "tasks": tasks}
     done = {(*(r[k] for k in ASKED), r["batch"], r["budget"]): r["val_loss"] for r in stored["runs"]}
 
     def loss(cell: tuple[int, int], **arm) -> float:
@@ -66,8 +49,7 @@ def main() -> int:
         if key not in done:
             row = run_arm(Arm(rule="adamw", corpus=TEXT, **arm), benches[cell])
             stored["runs"].append({"batch": batch, "budget": budget, **{k: row[k] for k in KEPT}})
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(args.out, json.dumps(stored, separators=(",", ":"), allow_nan=False) + "\n")
+            store()
             print(batch, budget, arm, round(row["val_loss"], 4), flush=True)
             done[key] = row["val_loss"]
         return done[key]

@@ -2,8 +2,6 @@
 
 python .ci/layers.py --checkpoints FOLDER --corpus eurlex=path:TEXT     # about half an hour on one thread
 """
-import argparse
-import json
 import math
 import time
 from dataclasses import asdict
@@ -14,19 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from altgrad.checkpoint import write_atomic
 from altgrad.choosing import profile_of
 from altgrad.data import get_batch
 from altgrad.formats import EIGHT_BIT
-from altgrad.instrument import Bench, build_checkpoint, piece_losses, ramp, validation_pieces
+from altgrad.instrument import Arm, Bench, frozen_loss, piece_losses, ramp, validation_pieces
 from altgrad.model import GPT, loss_of
 from altgrad.scaling import scale_of
 from altgrad.statistics import quantize_stats
 from altgrad.surgery import LayerPrecisionRule, PrecisionConfig, Quantizer, quantize_model, read_precision
-from altgrad.tracking import git_commit, machine, versions
+from studies import CHECKPOINTS, TEXT, opened
+from trained_geometry import linear_layers
 
 OUT = Path(__file__).resolve().parent.parent / "nbs/results/layers.json"
-TEXT, CHECKPOINTS = "eurlex", ("stdlib-0.1m-0", "stdlib-0.1m-1", "stdlib-0.1m-2")
 KINDS = ("weight", "activation", "gradient")
 FP32_RATE = 0.004 * 2**0.5  # of the models whose tensors are measured
 RATES = tuple(0.004 * 2 ** (i / 2) for i in range(-2, 3))  # the same five for every arm
@@ -37,11 +34,6 @@ CONVENTION = {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2"}
 def short(x: float, digits: int = 5) -> float | None:
     "A number with so many significant digits; None where it is not finite."
     return float(f"{x:.{digits}g}") if math.isfinite(x) else None
-
-
-def linear_layers(model: GPT) -> dict[str, nn.Linear]:
-    "The layers whose weights are trained and rounded."
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
 
 
 def fine_tune(model: GPT, bench: Bench, rate: float, seed: int) -> bool:
@@ -117,7 +109,7 @@ def effect_rows(model: GPT, bench: Bench, checkpoint: str) -> list[dict]:
     batches = list(zip(x[:128].split(64), y[:128].split(64)))
     for m in linear_layers(model).values(): m.requires_grad_(True)
     quantize_model(model, "E4M3")
-    layers = {name: m for name, m in linear_layers(model).items()}
+    layers = linear_layers(model)
     for m in layers.values(): m.points = {}
     base, g0 = validate(model, bench, "tune"), weight_gradients(model, batches)
     rows = []
@@ -156,10 +148,10 @@ def prepared(bench: Bench, checkpoint: str, assignment: dict | None) -> GPT:
 def run(bench: Bench, assignment: dict | None, checkpoint: str, rate: float, seed: int, split: str) -> dict:
     "One fine-tuning with these points rounded; a run that is not finite or ends above the frozen model counts as the frozen one."
     began, model = time.perf_counter(), prepared(bench, checkpoint, assignment)
-    start, finite = validate(model, bench, split), None
+    start = validate(model, bench, split)
     model.train()
     finite = fine_tune(model, bench, rate, seed)
-    loss, frozen = validate(model, bench, split), validate(bench.model(checkpoint), bench, split)
+    loss, frozen = validate(model, bench, split), frozen_loss(Arm(checkpoint=checkpoint, corpus=TEXT, split=split), bench)
     diverged = not finite or not loss <= frozen
     return {"checkpoint": checkpoint, "lr": rate, "seed": seed, "split": split, "start_loss": start, "val_loss": frozen if diverged else loss,
             "diverged": diverged, "frozen_loss": frozen, "seconds": round(time.perf_counter() - began, 2)}
@@ -172,23 +164,8 @@ def tuned_rate(runs: list[dict], arm: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT, help="the file of results; what it holds is not repeated")
-    parser.add_argument("--checkpoints", type=Path, default=Path("runs/checkpoints"), help="folder of checkpoint files; built where they are missing")
-    parser.add_argument("--corpus", required=True, help="eurlex=path:<file>")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    bench = Bench(args.checkpoints, dict([args.corpus.split("=", 1)]))
-    stored = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {"tensors": [], "effects": [], "runs": []}
-
-    def store():
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(args.out, json.dumps(stored, separators=(",", ":"), allow_nan=False) + "\n")
-
-    stored["facts"] = {"task": asdict(bench.task), "checkpoints": {c: build_checkpoint(bench, c) for c in CHECKPOINTS},
-                       "corpus": bench.corpus(TEXT).facts() | {"name": TEXT},
-                       "fp32_rate": FP32_RATE, "rates": RATES, "tune_seeds": TUNE_SEEDS, "confirm_seeds": CONFIRM_SEEDS,
-                       "machine": machine(), "versions": versions(), "git_commit": git_commit()}
+    bench, stored, store = opened(__doc__, OUT, ("tensors", "effects", "runs"))
+    stored["facts"] |= {"task": asdict(bench.task), "fp32_rate": FP32_RATE, "rates": RATES, "tune_seeds": TUNE_SEEDS, "confirm_seeds": CONFIRM_SEEDS}
     for number, c in enumerate(CHECKPOINTS):
         if any(r["checkpoint"] == c for r in stored["effects"]): continue
         print(f"tensors of {c}", flush=True)

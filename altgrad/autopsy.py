@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from .formats import COLORS, InputError
 from .thresholds import Alarms
-from .tracking import StoredRun
-from .watch import LIMITS, Tail, limits_of, parse_metric, rows_of, state_of
+from .tracking import StoredRun, state_of
+from .watch import LIMITS, Tail, limits_of, parse_metric, rows_of
 
 # %% ../nbs/15c_autopsy.ipynb #fcdcdac1
 PATIENCE = 5  # consecutive values beyond a limit

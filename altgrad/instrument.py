@@ -9,6 +9,7 @@ __all__ = ['RECIPES', 'SPLITS', 'STORAGES', 'RULES', 'VERSION', 'Recipe', 'recip
            'frozen_loss']
 
 # %% ../nbs/14b_instrument.ipynb #ad383661
+import copy
 import hashlib
 import json
 import math
@@ -242,6 +243,12 @@ class Bench:
         model = blank_model(recipe_of(checkpoint)[0])
         model.load_state_dict(self.state(checkpoint)[0])
         return model
+
+    def with_task(self, task: Task) -> "Bench":
+        "A bench for another task that reads the same texts and checkpoints, once for both."
+        other = copy.copy(self)
+        other.task, other._frozen = task, {}
+        return other
 
 # %% ../nbs/14b_instrument.ipynb #4c095598
 def _load_state(path: Path) -> tuple[dict[str, Tensor], str]:

@@ -38,7 +38,7 @@ from .storage import STORAGES, GridTensor, store_on_grid
 from .surgery import (SKIP, LayerPrecisionRule, PrecisionConfig, clamp_outliers, fast_bfloat16, multiplies_narrow, parse_rules,
                              quantize_model, quantized_layers, read_precision, round_weight_gradients, rounded_once)
 from .thresholds import Alarms, Alert, Event, Interventions, converged
-from .tracking import MIRRORS, MetricsLog, Mirror, RunFolder, git_commit, machine, versions
+from .tracking import MIRRORS, MetricsLog, Mirror, RunFolder, first_line, git_commit, machine, versions
 
 # %% ../nbs/13_trainer.ipynb #bcd7259e
 @dataclass(frozen=True)
@@ -545,7 +545,7 @@ def _loss(trainer: Trainer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     try: return loss_of(model, x, y)
     except Exception as e:
         if model is trainer.model or not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")): raise
-        trainer.forward, said = trainer.model, (str(e).strip() or type(e).__name__).splitlines()[0]
+        trainer.forward, said = trainer.model, first_line(e)
         trainer.said.append({"kind": "warning", "metric": "compile", "text": f"the compiler gave up, and the run goes on without it: {said}"})
         return loss_of(trainer.model, x, y)
 

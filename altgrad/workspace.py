@@ -17,6 +17,7 @@ from .instrument import Arm
 from .monitors import METRICS
 from .surgery import POINTS
 from .sweep import flags, read_rows
+from .tracking import first_line, wandb_settings
 
 # %% ../nbs/15d_workspace.ipynb #e88b775a
 ENDS = ("val_loss", "loss", "grad_norm", "overflow_rate", "underflow_rate", "bit_stall_rate", "tokens_per_s")  # compared over runs
@@ -90,7 +91,7 @@ def send_workspace(
     workspace = (make or make_workspace)(*_place(place))
     _need_key()
     try: return workspace.save().url
-    except Exception as e: raise InputError(f"W&B did not take the workspace: {(str(e).strip() or type(e).__name__).splitlines()[0]}") from None
+    except Exception as e: raise InputError(f"W&B did not take the workspace: {first_line(e)}") from None
 
 # %% ../nbs/15d_workspace.ipynb #01e0f058
 ARM = tuple(f.name for f in fields(Arm))  # the config of a row's run
@@ -110,10 +111,9 @@ def _send_row(row: dict[str, Any], **how: Any) -> None:
     "One row as a finished run."
     import wandb
 
-    settings = wandb.Settings(silent=True, console="off", init_timeout=20, x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False)
     name = " ".join(str(row[key]) for key in ("format", "storage", "rule", "power", "seed"))
     facts = dict(id=row["run"], name=name, group=row.get("matrix"), job_type=row["split"], config={k: row[k] for k in ARM})
-    run = wandb.init(resume="allow", settings=settings, **facts, **how)
+    run = wandb.init(resume="allow", settings=wandb_settings(), **facts, **how)
     for step, values in _history(row): run.log(values, step=step)
     run.summary.update({k: row[k] for k in OUTCOMES if row.get(k) is not None} | {"flags": ", ".join(flags(row))})
     run.finish()
@@ -136,7 +136,7 @@ def send_ledger(
     new = [row for row in rows if row["run"] not in there]
     for row in new:
         try: _send_row(row, entity=entity, project=project, dir=folder, mode=mode)
-        except Exception as e: raise InputError(f"W&B did not take run {row['run']}: {(str(e).strip() or type(e).__name__).splitlines()[0]}") from None
+        except Exception as e: raise InputError(f"W&B did not take run {row['run']}: {first_line(e)}") from None
         with open(sent, "a", encoding="utf-8") as file: file.write(f"{row['run']}\n")
     return len(new)
 

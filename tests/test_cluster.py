@@ -10,16 +10,12 @@ import pytest
 from altgrad.cluster import RayWorkers
 from altgrad.instrument import Bench, Task, build_checkpoint
 from altgrad.sweep import Ledger, Sweep, read_matrix
+from tiny import HEAD
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402 (after the check that ray is there)
 
-MATRIX = """
-name: test
-tier: 0
-corpus: tiny
-checkpoints: [tiny-0]
-arms:
+MATRIX = HEAD + """\
   - {format: E4M3, storage: [fp32, grid_stochastic], power: [0, 1], lr: 0.01}
 tune: {seeds: [1000], points: 5, most: 5}
 confirm: {seeds: [0, 1]}

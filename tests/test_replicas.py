@@ -14,16 +14,12 @@ from altgrad.formats import EIGHT_BIT, InputError
 from altgrad.instrument import Arm, Bench, Task, build_checkpoint, run_arm
 from altgrad.replicas import STORAGES, Batches, run_arms
 from altgrad.sweep import Ledger, Sweep, read_matrix, replay
+from tiny import HEAD, TEXT
 
 RULES = [dict(rule="adamw", lr=0.01), dict(power=0.5, lr=0.01), dict(power=-1.0, lr=0.01, floor_octaves=3.0), dict(power=1.0, placement="gradient", lr=0.01),
          dict(rule="riemannian_adamw", lr=0.3), dict(rule="madam", lr=0.05), dict(rule="grid_sgd", lr=0.1)]
 TASK = Task(steps=20, batch_size=2, warmup=2, chunks=2, windows=2, every=10)
-MATRIX = """
-name: test
-tier: 0
-corpus: tiny
-checkpoints: [tiny-0]
-arms:
+MATRIX = HEAD + """\
   - {format: [E4M3, E7M0], storage: [fp32, grid_stochastic], power: [0, 1], lr: 0.01}
   - {format: E4M3, storage: [grid_residual4, grid_stochastic], rule: madam, lr: 0.01}
 tune: {seeds: [1000], points: 3, most: 3}
@@ -41,7 +37,7 @@ class Exact(Bench):
 def here(tmp_path_factory):
     "A folder with a text, a cache and two checkpoints."
     folder = tmp_path_factory.mktemp("replicas")
-    (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    (folder / "text.txt").write_text(TEXT)
     for name in ("tiny-0", "tiny-1"): build_checkpoint(bench(folder), name)
     return folder
 

@@ -13,15 +13,11 @@ from altgrad.formats import InputError
 from altgrad.instrument import Arm, Bench, Task, build_checkpoint, identity, run_id
 from altgrad.sweep import Job, Ledger, Sweep, Workers, _results, compact, find_row, plan, read_matrix, read_rows, replay
 from altgrad.tracking import git_commit
+from tiny import HEAD, TEXT
 
 ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
 TASK = Task(steps=12, batch_size=4, warmup=2, chunks=4, windows=2, every=4)
-MATRIX = """
-name: test
-tier: 0
-corpus: tiny
-checkpoints: [tiny-0]
-arms:
+MATRIX = HEAD + """\
   - {format: E4M3, storage: [fp32, grid_stochastic], power: [0, 1], lr: 0.01}
   - {format: E7M0, storage: fp32, power: 0, lr: 1.0e+30}
 tune: {seeds: [1000], points: 3, most: 3}
@@ -35,7 +31,7 @@ NOISE = ("seconds", "finished", "stage", "lr_edge", "tier", "matrix", "commit", 
 def here(tmp_path_factory):
     "A folder with a text, a cache and a checkpoint."
     folder = tmp_path_factory.mktemp("sweep")
-    (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
+    (folder / "text.txt").write_text(TEXT)
     (folder / "matrix.yaml").write_text(MATRIX)
     os.environ["ALTGRAD_CACHE"] = str(folder / "cache")
     build_checkpoint(bench(folder), "tiny-0")

@@ -1,7 +1,7 @@
 """Whole runs of real checkpoints by both engines, and runs per hour; writes nbs/results/replicas.json.
 
-python .ci/bench_replicas.py compare --checkpoints DIR --corpus eurlex=path:laws.txt              # paired runs: the loss by each engine
-python .ci/bench_replicas.py time --checkpoints DIR --corpus eurlex=path:laws.txt --device cuda   # runs per hour; on an idle machine
+python .ci/engines.py compare --checkpoints DIR --corpus eurlex=path:laws.txt              # paired runs: the loss by each engine
+python .ci/engines.py time --checkpoints DIR --corpus eurlex=path:laws.txt --device cuda   # runs per hour; on an idle machine
 """
 import argparse
 import itertools
