@@ -147,13 +147,13 @@ def measure_all(trainer: Trainer) -> list[dict]:
 
 def losses(trainer: Trainer, measured: list[dict]) -> dict[str, float]:
     "Validation loss with the linear weights rounded to one format after training, and with each layer in its weight's best one."
-    plain, out = trainer.model, {"float32": evaluate(trainer)}
+    plain, out = trainer.model, {"float32": evaluate(trainer)["val_loss"]}
     best = {row["layer"]: EIGHT_BIT[int(np.argmax(row["amax"]))] for row in measured if row["kind"] == "weight" and row["layer"] != "lm_head"}
     mixed = PrecisionConfig([LayerPrecisionRule(layer, fmt) for layer, fmt in best.items()])
     for name, how in [*((f, {"format": f}) for f in EIGHT_BIT), ("mixed", {"config": mixed})]:
         trainer.model = copy.deepcopy(plain)
         quantize_model(trainer.model, **how)
-        out[name] = evaluate(trainer)
+        out[name] = evaluate(trainer)["val_loss"]
     trainer.model = plain
     return {k: short(v, 7) for k, v in out.items()}
 

@@ -34,6 +34,7 @@ examples
   altgrad formats E4M3b8                           the same for a format that has no name: 4 + 3 bits, bias 8
   altgrad train e4m3_fp8                           one run, into runs/e4m3_fp8
   altgrad train my.yaml --set lr=1e-3 --set seed=7
+  altgrad train my.yaml --set task=multilabel --set data=path:acts.jsonl     labels of documents: rows with 'text' and 'labels'
   altgrad train my.yaml --set compile=on           training passes by torch.compile; off without CUDA unless set
   torchrun --nproc-per-node 2 --no-python altgrad train my.yaml     in two processes, each with half of every batch
   altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 e7m0_fp8
@@ -185,7 +186,6 @@ def _train(args: argparse.Namespace) -> int:
     "`altgrad train CONFIG`"
     from altgrad.experiment import find_config
     from altgrad.parallel import agree, rank
-    from altgrad.report import number_text
     from altgrad.trainer import Trainer, succeeded
 
     trainer = Trainer(agree(find_config, args.config, dict(args.changes)), args.out, mirror=args.wandb)
@@ -193,8 +193,15 @@ def _train(args: argparse.Namespace) -> int:
     record = trainer.run(progress=not args.json)
     if rank() > 0: pass  # process 0 speaks for all
     elif args.json: print(json.dumps(record))
-    else: print(f"{record['exit_reason']}: validation loss {number_text(record['results']['val_loss'])} nats per token; see {trainer.folder.path}")
+    else: print(f"{record['exit_reason']}: validation {_outcome(record['results'])}; see {trainer.folder.path}")
     return 0 if succeeded(record) else 1
+
+def _outcome(results: dict) -> str:
+    "The loss of a run, and what else its task is judged by."
+    from altgrad.report import number_text
+
+    scores = [f"{key.removeprefix('val_')} {number_text(results[key])}" for key in results if key.startswith("val_") and key != "val_loss"]
+    return ", ".join([f"loss {number_text(results['val_loss'])} nats per {'label' if scores else 'token'}", *scores])
 
 def _announce(args: argparse.Namespace, trainers: list) -> None:
     "Says what is about to happen: where the arrays live, in which precision they are multiplied, and what is there already."

@@ -41,6 +41,7 @@ _MAY_DIFFER = {"name", "format", "storage", "rule", "rule_lr", "power", "placeme
 def check_arms(configs: list[TrainConfig]) -> None:
     "InputError unless the configs have different names and agree in everything but format, storage and update rule."
     if not configs: raise InputError("nothing to compare: give at least one config")
+    if any(c.task for c in configs): raise InputError("only runs that predict the next token are compared: task must be null (`altgrad train` has others)")
     names = [c.name for c in configs]
     if len(set(names)) < len(names): raise InputError(f"two arms have the same name: {', '.join(names)}")
     first = asdict(configs[0])

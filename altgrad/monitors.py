@@ -124,8 +124,12 @@ HEALTH = MetricGroup("health/<layer>/", "an eigenvalue problem a layer, every `h
 ))
 
 TRAINING = MetricGroup("(no path: first in a row)", "nothing", "the step", (
-    Metric("loss", "mean cross-entropy of the batch; `val_loss` of the validation windows", "nats", "NaN, or rising"),
+    Metric("loss", "mean cross-entropy of the batch, per token or per label; `val_loss` of the validation windows", "nats", "NaN, or rising"),
     Metric("perplexity", "$e^{\\mathrm{loss}}$; also `val_perplexity`", "1", "above the vocabulary's size: worse than knowing nothing"),
+    Metric("val_micro_f1", "F1 over all answers about documents (`task: multilabel`), see `label_scores`", "1", "0 while the loss falls: no label passes 1/2"),
+    Metric("val_macro_f1", "the same for each label, and the mean", "1", "far below `val_micro_f1`: rare labels are never said"),
+    Metric("val_roc_auc", "mean over labels of the area under the ROC curve", "1", "near 1/2: no better than chance"),
+    Metric("val_pr_auc", "mean over labels of the area under the precision-recall curve", "1", "near the labels' frequency: no better than chance"),
     Metric("lr", "learning rate", "of the rule", ""),
     Metric("grad_norm", "global L2 norm before clipping", "1", "NaN: the update is skipped"),
     Metric("tokens_per_s", "tokens of the update / its seconds", "1/s", "falls: the machine is shared or too hot"),

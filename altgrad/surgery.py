@@ -387,7 +387,7 @@ def _report_line(name: str, module: nn.Module, points: dict[str, Precision], why
     return QuantizedLayer(name, weight and weight.format.name, tuple(module.weight.shape), "" if points else why, ", ".join(others))
 
 # %% ../nbs/07_surgery.ipynb #20b4d7c9
-SKIP = ("lm_head",)
+SKIP = ("lm_head", "label_head")
 
 def _matches(name: str, pattern: str) -> bool:
     "Whether a skip pattern means this layer: by its qualified name, or by its last component."

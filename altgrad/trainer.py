@@ -26,9 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from .checkpoint import MAX_ANOMALIES, pack_state, seed_everything, unpack_state
-from .data import Corpus, get_batch, load_corpus, validation_windows
+from .data import Corpus, LabelledCorpus, load_corpus, load_labelled
 from .formats import InputError, get_format, unknown
-from .model import GPT, loss_of, preset
+from .model import GPT, Classifier, label_scores, loss_from, loss_of, preset
 from .monitors import Monitors, SeriesLog, WeightMonitor, bit_histogram, compiles, memory_bytes
 from .optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
 from .parallel import agree, first, join, part, rank, total, world
@@ -90,6 +90,7 @@ class TrainConfig(_Basics):
     shadow_every: int | None = None  # measured updates between FP32 shadows; null for none
     interventions: str | None = None  # fit_gradients, move_bit, or both with a comma; null for none
     converge_window: int | None = None  # evaluations by which the end of learning is judged, see `converged`; null: all updates are made
+    task: str | None = None  # multilabel: which labels a document carries, by a pooled head (see `Classifier`); null: the next token
     compile: str | None = None  # on: training passes by torch.compile, as one graph; off; null: on with CUDA where that is possible, else off
 
     def __post_init__(self): _check_config(self)
@@ -103,6 +104,7 @@ RULES = ("adamw", "stiffness_adamw", "stiffness_sgd", "riemannian_adamw", "madam
 _AT_LEAST = dict(max_steps=1, batch_size=1, block_size=1, grad_accum=1, lr=0, min_lr_ratio=0, warmup_steps=0, weight_decay=0,
                  beta1=0, beta2=0, grad_clip=0, dropout=0, rule_lr=0, damping=0, floor_octaves=0, eval_every=1, eval_windows=1, checkpoint_every=1, seed=0,
                  residual_clamp=0, monitor_every=0, shadow_every=1, converge_window=3)
+_HEADS = {"multilabel": "label_head"}  # of a task; the next token has lm_head
 _BELOW = dict(beta1=1, beta2=1, dropout=1, seed=2**63)
 
 # %% ../nbs/13_trainer.ipynb #b352d65b
@@ -120,6 +122,7 @@ def _check_config(c: TrainConfig) -> None:
     if c.format is not None and not (get_format(c.format).signed and get_format(c.format).has_zero):
         raise InputError(f"format {c.format} cannot hold weights: it must have a sign and a zero")
     preset(c.model)
+    if c.task is not None: _one_of("task", c.task, tuple(_HEADS))
     _one_of("storage", c.storage, ("fp32", *STORAGES))
     _one_of("rule", c.rule, RULES)
     if c.rule == "muon" and not hasattr(torch.optim, "Muon"): raise InputError(f"muon is torch's from version 2.9 on, and this is {torch.__version__}")
@@ -279,7 +282,7 @@ def make_optimizers(model: nn.Module, c: TrainConfig) -> list[torch.optim.Optimi
 def _quantize(model: GPT, c: TrainConfig) -> None:
     "Gives the model the points of the config: its rules first, then the head's if it has any, then everyone's."
     both = {"activation": c.activation, "gradient": c.gradient}
-    head = [LayerPrecisionRule("lm_head", c.head, **both)] if c.head else []
+    head = [LayerPrecisionRule(_HEADS.get(c.task or "", "lm_head"), c.head, **both)] if c.head else []
     everyone = LayerPrecisionRule("*", c.format, weight_gradient=c.weight_gradient, **both)
     quantize_model(model, config=PrecisionConfig([*parse_rules(c.rules), *head, everyone]), skip=() if head else SKIP, seed=c.seed)
 
@@ -287,10 +290,12 @@ def make_model(
     c: TrainConfig,
     vocab_size: int,  # of the tokenizer
     device: torch.device,
+    labelled: LabelledCorpus | None = None,  # the documents, where the task is to label them
 ) -> GPT:
     "The run's GPT with its initial weights, quantized if the config names a format."
     torch.manual_seed(c.seed)
-    model = GPT(preset(c.model, vocab_size=vocab_size, block_size=c.block_size, dropout=c.dropout)).to(device)
+    shape = preset(c.model, vocab_size=vocab_size, block_size=c.block_size, dropout=c.dropout)
+    model = (Classifier(shape, labelled.pad, labelled.targets["train"].mean(0)) if labelled else GPT(shape)).to(device)
     if c.storage != "fp32" and any((c.format, c.activation, c.gradient, c.weight_gradient, c.head, c.rules)): _quantize(model, c)
     if c.residual_clamp is not None: clamp_outliers(model, "blocks.*.proj", c.residual_clamp)
     if c.format is not None and c.storage not in ("fp32", "master"): store_on_grid(model, c.storage, c.seed)
@@ -372,9 +377,9 @@ def _resolve(trainer: Trainer) -> tuple:
 def _load(trainer: Trainer, corpus: Corpus | None) -> str:
     "Loads the corpus and returns its hash; InputError if it is too short, or if batches cannot be cut into equal parts."
     c = trainer.config
-    trainer.corpus = corpus if corpus is not None else load_corpus(c.data, c.tokenizer)
+    trainer.corpus = corpus if corpus is not None else (load_labelled if c.task else load_corpus)(c.data, c.tokenizer)
     trainer.corpus.require(c.block_size)
-    windows = len(validation_windows(trainer.corpus.val, c.block_size, c.eval_windows)[0]) if world() > 1 else 0
+    windows = len(trainer.corpus.validation(c.block_size, c.eval_windows)[0]) if world() > 1 else 0
     for name, count in (("batch_size", c.batch_size), ("eval_windows", windows)):
         if count % world(): raise InputError(f"{name} must be a multiple of the number of processes, {world()}, not {count}")
     return trainer.corpus.hash
@@ -525,17 +530,22 @@ def _autocast(trainer: Trainer):
 @torch.no_grad()
 def evaluate(
     trainer: Trainer,
-) -> float:  # nats per token
-    "Mean loss over the fixed validation windows."
+) -> dict[str, float | None]:  # val_loss in nats, val_perplexity; of labels also what `label_scores` gives, after `val_`
+    "What the fixed validation windows or documents say of the model."
     c, model, loss = trainer.config, trainer.model, 0.0
-    x, y = validation_windows(trainer.corpus.val, c.block_size, c.eval_windows)
+    x, y = trainer.corpus.validation(c.block_size, c.eval_windows)
+    said = torch.zeros_like(y) if c.task else None
     model.eval()
     with rounded_once(model), _autocast(trainer):
-        for batch in zip(x.split(c.batch_size), y.split(c.batch_size)):
-            a, b = (part(t).to(trainer.device) for t in batch)
-            loss += loss_of(model, a, b).item() * len(batch[0])
+        for at in range(0, len(x), c.batch_size):
+            a, b = (part(t[at : at + c.batch_size]).to(trainer.device) for t in (x, y))
+            logits = model(a)
+            loss += loss_from(logits, b).item() * len(x[at : at + c.batch_size])
+            if said is not None: part(said[at : at + c.batch_size]).copy_(logits)
     model.train()
-    return total([torch.tensor(loss / world(), dtype=torch.float64)])[0].item() / len(x)
+    loss = total([torch.tensor(loss / world(), dtype=torch.float64)])[0].item() / len(x)
+    scores = label_scores(total([said])[0], y) if said is not None else {}
+    return {"val_loss": loss, "val_perplexity": perplexity(loss), **{f"val_{key}": value for key, value in scores.items()}}
 
 # %% ../nbs/13_trainer.ipynb #6ef3a0d5
 def _loss(trainer: Trainer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -557,7 +567,7 @@ def _gradient(trainer: Trainer, step: int) -> tuple[float, float]:
     batches = []
     with rounded_once(trainer.model, leaves=trainer.compiled):
         for micro in range(c.grad_accum):
-            x, y = (part(t).to(trainer.device) for t in get_batch(trainer.corpus.train, c.batch_size, c.block_size, c.seed, step, micro))
+            x, y = (part(t).to(trainer.device) for t in trainer.corpus.batch(c.batch_size, c.block_size, c.seed, step, micro))
             with _autocast(trainer): whole = _loss(trainer, x, y) / world()
             share = whole / c.grad_accum
             (whole if c.accumulation == "rescaled" else share).backward()
@@ -608,9 +618,8 @@ def _steps(trainer: Trainer, start: int) -> Iterator[dict[str, Any]]:
         trainer.finished_steps = step
         row |= {"tokens_per_s": tokens / seconds, "wall_clock_s": trainer.seconds}
         if step % c.eval_every == 0 or step == c.max_steps:
-            loss = evaluate(trainer)
-            row |= {"val_loss": loss, "val_perplexity": perplexity(loss)}
-            watch.evaluations.append((step, loss))
+            row |= evaluate(trainer)
+            watch.evaluations.append((step, row["val_loss"]))
         row = _with_events(trainer, row)
         yield row
         if rank() == 0: _keep(trainer, row)
@@ -643,7 +652,7 @@ def _keep(trainer: Trainer, row: dict[str, Any]) -> None:
     odd = ", ".join(e["kind"] for e in row.get("events", ()) if e.get("kind") in ANOMALIES)
     if odd or val is not None: entries = trainer.folder.checkpoints.entries()
     if odd and sum(e["anomaly"] is not None for e in entries) < MAX_ANOMALIES:
-        batches = {s: [get_batch(trainer.corpus.train, c.batch_size, c.block_size, c.seed, s, micro) for micro in range(c.grad_accum)]
+        batches = {s: [trainer.corpus.batch(c.batch_size, c.block_size, c.seed, s, micro) for micro in range(c.grad_accum)]
                    for s in range(max(1, step - _BATCHES + 1), step + 1)}
         _save(trainer, step, anomaly=odd, batches=batches)
     best = val is not None and val < min((e["val_loss"] for e in entries if e["val_loss"] is not None), default=math.inf)
@@ -661,7 +670,8 @@ def _check_record(trainer: Trainer) -> None:
 
 def _build(trainer: Trainer) -> None:
     "The model, the optimizer and the counters of a run that has not begun."
-    trainer.model = make_model(trainer.config, trainer.corpus.vocab_size, trainer.device)
+    labelled = trainer.corpus if isinstance(trainer.corpus, LabelledCorpus) else None
+    trainer.model = make_model(trainer.config, trainer.corpus.vocab_size, trainer.device, labelled)
     trainer.optimizers = make_optimizers(trainer.model, trainer.config)
     trainer.forward = torch.compile(trainer.model, fullgraph=True, dynamic=False) if trainer.compiled else trainer.model
     trainer.seconds, trainer.skipped, trainer.finished_steps, trainer.said = 0.0, 0, 0, []
@@ -717,7 +727,7 @@ def _results(trainer: Trainer) -> dict[str, Any]:
     rows = trainer.folder.metrics()
     column = lambda key: [row[key] for row in rows if row.get(key) is not None]
     mean = lambda key: statistics.fmean(column(key)) if column(key) else None
-    val = [row["val_loss"] for row in rows if "val_loss" in row]
-    return {"val_loss": val[-1] if val else None, "skipped_updates": sum("skipped" in row for row in rows),
+    val = [{key: value for key, value in row.items() if key.startswith("val_") and key != "val_perplexity"} for row in rows if "val_loss" in row]
+    return {**(val[-1] if val else {"val_loss": None}), "skipped_updates": sum("skipped" in row for row in rows),
             "tokens_per_s": statistics.median(column("tokens_per_s") or [0.0]), "wall_clock_s": trainer.seconds,
             **{key: mean(key) for key in ("overflow_rate", "underflow_rate", "bit_stall_rate")}}

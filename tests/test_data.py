@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from altgrad import data as D
-from altgrad.data import Corpus, bigram_entropy, get_batch, load_corpus, unigram_entropy, validation_windows
+from altgrad.data import Corpus, bigram_entropy, get_batch, load_corpus, load_labelled, unigram_entropy, validation_windows
 from altgrad.formats import InputError
 
 WORDS = "whereas having regard to the treaty establishing a common market ¶ naïve Ελλάδα 條約 🙂".split()
@@ -190,6 +190,28 @@ def test_lex_glue_from_a_local_copy(tmp_path, cache, hub_home):
     ecthr = load_corpus(f"lex_glue/ecthr_a@{root}", cache=cache)
     assert documents(ecthr.val) == [f"{i}. The case\noriginated in" for i in range(100, 105)]
     assert load_corpus(f"lex_glue/eurlex@{root}", cache=cache).folder == eurlex.folder
+
+
+def test_lex_glue_with_labels(tmp_path, cache, hub_home):
+    root = lex_glue(tmp_path / "lex_glue")
+    for name, text in (("eurlex", LEX["eurlex"]), ("ecthr_a", lambda i: "\n".join(LEX["ecthr_a"](i)))):
+        corpus = load_labelled(f"lex_glue/{name}@{root}", cache=cache)
+        assert sorted(corpus.labels) == [str(i) for i in range(10)]
+        x, y = corpus.validation(64, 99)
+        assert [bytes(row.tolist()).rstrip(b"\0") for row in x] == [text(i).encode() for i in range(100, 105)]
+        assert [[corpus.labels[j] for j in row.nonzero()] for row in y] == [[str(i % 10)] for i in range(100, 105)]
+
+
+def test_labels_from_parquet_and_by_hash(tmp_path, cache):
+    labels = [["a"] * (i % 2) + ["b"] * (i % 3 == 0) for i in range(len(ROWS))]
+    rows = [{"text": text, "labels": names} for text, names in zip(ROWS, labels)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_parquet(tmp_path / "y.parquet", text=ROWS, labels=labels)
+    one, two = (load_labelled(f"path:{tmp_path}/{name}", cache=cache) for name in ("x.jsonl", "y.parquet"))
+    assert one.hash == two.hash and one.labels == two.labels
+    plain = load_corpus(f"path:{tmp_path}/x.jsonl", cache=cache)
+    assert one.folder == plain.folder and one.train.tobytes() == plain.train.tobytes()
+    assert sum(len(b) for b in one.bounds.values()) == len([row for row in ROWS if row])
 
 
 def test_lex_glue_copies_that_are_not(tmp_path, cache, hub_home):

@@ -48,9 +48,9 @@ def start(place, processes: int, *args: str, **env):
     return subprocess.run([*torchrun, *args], cwd=folder, env={**base, **env}, capture_output=True, text=True, timeout=300)
 
 
-def train(place, name: str, processes: int, **env):
+def train(place, name: str, processes: int, more=(), **env):
     "`altgrad train`, and the folder of the run."
-    settings = [arg for key, value in {**CONFIG, "data": "path:text.txt", "name": name}.items() for arg in ("--set", f"{key}={value}")]
+    settings = [arg for key, value in {**CONFIG, "data": "path:text.txt", "name": name, **dict(more)}.items() for arg in ("--set", f"{key}={value}")]
     return start(place, processes, "life.py", "train", "e4m3_fp8", *settings, "--out", "runs", "--wandb", "off", **env), RunFolder(place[0] / "runs" / name)
 
 
@@ -80,6 +80,16 @@ def test_losses_and_gradients_are_those_of_one_process(one, two):
     assert b[0]["grad_norm"] == pytest.approx(a[0]["grad_norm"], rel=FIRST)
     assert [r["val_loss"] for r in b if "val_loss" in r] == pytest.approx([r["val_loss"] for r in a if "val_loss" in r], rel=LATER)
     assert one[1].record()["processes"] == 1 and two[1].record()["processes"] == 2
+
+
+def test_labels_are_scored_over_both_processes(place):
+    rows = [{"text": f"{i} " + "abc"[i % 3] * 20, "labels": ["abc"[i % 3]], "split": "val" if i < 8 else "train"} for i in range(60)]
+    (place[0] / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    more = {"task": "multilabel", "data": "path:rows.jsonl", "activation": "null", "gradient": "null"}
+    a, b = ([{key: value for key, value in row.items() if key.startswith("val_")} for row in run.metrics() if "val_loss" in row]
+            for _, run in (train(place, f"labels-{n}", n, more) for n in (1, 2)))
+    assert len(a) == len(b) == 2 and set(a[0]) == {f"val_{key}" for key in ("loss", "perplexity", "micro_f1", "macro_f1", "roc_auc", "pr_auc")}
+    for one, two in zip(a, b): assert two == pytest.approx(one, rel=LATER)
 
 
 def test_amaxes_are_those_of_one_process(one, two):
