@@ -17,7 +17,7 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 import yaml
@@ -99,8 +99,21 @@ class TrainConfig(_Basics):
         "The config as YAML, in the order of the fields."
         return yaml.safe_dump(asdict(self), sort_keys=False)
 
+# %% ../nbs/13_trainer.ipynb #ede1ceee
+def _adam(c: TrainConfig, decay: float) -> dict[str, Any]: return {"betas": (c.beta1, c.beta2), "weight_decay": decay}
+def _floors(c: TrainConfig) -> dict[str, Any]: return {"damping": c.damping, "floor_octaves": c.floor_octaves}
+
+RULES: dict[str, Callable] = {  # from the linear weights p, the config c, the rule's peak rate lr and its weight decay
+    "adamw": lambda p, c, lr, decay: StiffnessAdamW(p, c.format, lr, power=0.0, **_adam(c, decay)),
+    "stiffness_adamw": lambda p, c, lr, decay: StiffnessAdamW(p, c.format, lr, power=c.power, placement=c.placement, **_adam(c, decay), **_floors(c)),
+    "stiffness_sgd": lambda p, c, lr, decay: StiffnessSGD(p, c.format, lr, momentum=c.beta1, power=c.power, **_floors(c)),
+    "riemannian_adamw": lambda p, c, lr, decay: RiemannianAdamW(p, c.format, lr, **_adam(c, decay), **_floors(c)),
+    "madam": lambda p, c, lr, decay: Madam(p, c.format, lr, beta=c.beta2),
+    "grid_sgd": lambda p, c, lr, decay: GridSGD(p, c.format, lr, momentum=c.beta1, weight_decay=decay, seed=c.seed, **_floors(c)),
+    "muon": lambda p, c, lr, decay: torch.optim.Muon(p, lr, weight_decay=decay, momentum=c.beta1, adjust_lr_fn="match_rms_adamw"),
+}
+
 # %% ../nbs/13_trainer.ipynb #3251a17e
-RULES = ("adamw", "stiffness_adamw", "stiffness_sgd", "riemannian_adamw", "madam", "grid_sgd", "muon")
 _AT_LEAST = dict(max_steps=1, batch_size=1, block_size=1, grad_accum=1, lr=0, min_lr_ratio=0, warmup_steps=0, weight_decay=0,
                  beta1=0, beta2=0, grad_clip=0, dropout=0, rule_lr=0, damping=0, floor_octaves=0, eval_every=1, eval_windows=1, checkpoint_every=1, seed=0,
                  residual_clamp=0, monitor_every=0, shadow_every=1, converge_window=3)
@@ -124,7 +137,7 @@ def _check_config(c: TrainConfig) -> None:
     preset(c.model)
     if c.task is not None: _one_of("task", c.task, tuple(_HEADS))
     _one_of("storage", c.storage, ("fp32", *STORAGES))
-    _one_of("rule", c.rule, RULES)
+    _one_of("rule", c.rule, tuple(RULES))
     if c.rule == "muon" and not hasattr(torch.optim, "Muon"): raise InputError(f"muon is torch's from version 2.9 on, and this is {torch.__version__}")
     if c.rule == "muon" and c.storage not in ("fp32", "master"):
         raise InputError(f"muon is torch's and writes a weight twice in a step: storage must be fp32 or master, not {c.storage}")
@@ -255,19 +268,8 @@ def _adamw(parameters: list[nn.Parameter], c: TrainConfig) -> torch.optim.AdamW:
 def _rule(parameters: list[nn.Parameter], c: TrainConfig) -> torch.optim.Optimizer:
     "The config's update rule over these parameters."
     lr = c.lr if c.rule_lr is None else c.rule_lr
-    floors = {"damping": c.damping, "floor_octaves": c.floor_octaves}
     decay = c.weight_decay * c.lr / lr if lr else 0.0  # a rate in another unit must not change how fast weights decay
-    adam = {"betas": (c.beta1, c.beta2), "weight_decay": decay}
-    make = {
-        "adamw": lambda: StiffnessAdamW(parameters, c.format, lr, power=0.0, **adam),
-        "stiffness_adamw": lambda: StiffnessAdamW(parameters, c.format, lr, power=c.power, placement=c.placement, **adam, **floors),
-        "stiffness_sgd": lambda: StiffnessSGD(parameters, c.format, lr, momentum=c.beta1, power=c.power, **floors),
-        "riemannian_adamw": lambda: RiemannianAdamW(parameters, c.format, lr, **adam, **floors),
-        "madam": lambda: Madam(parameters, c.format, lr, beta=c.beta2),
-        "grid_sgd": lambda: GridSGD(parameters, c.format, lr, momentum=c.beta1, weight_decay=decay, seed=c.seed, **floors),
-        "muon": lambda: torch.optim.Muon(parameters, lr, weight_decay=decay, momentum=c.beta1, adjust_lr_fn="match_rms_adamw"),
-    }
-    return make[c.rule]()
+    return RULES[c.rule](parameters, c, lr, decay)
 
 def make_optimizers(model: nn.Module, c: TrainConfig) -> list[torch.optim.Optimizer]:
     "One AdamW over everything, or the rule over the linear weights and AdamW over the rest; each group knows its peak learning rate."

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md promises: a format is one line in one notebook, proved on a copy of the notebooks; the update rule that it shows works."""
+"""What CONTRIBUTING.md promises: a format is one line in one notebook, proved on a copy of the notebooks; the metric and the update rule that it shows work."""
 import difflib
 import json
 import os
@@ -108,17 +108,65 @@ def test_the_notebook_of_the_formats_still_passes(tree):
     run(tree, "-c", "from nbdev.test import nbdev_test; nbdev_test.__wrapped__(path='nbs/00_formats.ipynb', n_workers=0)")
 
 
-def test_the_update_rule_of_the_page_moves_every_weight_by_one_code():
+def page() -> str: return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def the_rule_of_the_page():
+    "The class `SignSGD`, and its line in `RULES`."
     from altgrad import optim
+
+    names = dict(vars(optim))
+    exec(re.search(r"```python\n(class .*?)```", page(), re.DOTALL)[1], names)
+    return names["SignSGD"], eval("{" + re.search(r'^    ("sign_sgd": .*)$', page(), re.MULTILINE)[1] + "}", names)
+
+
+def test_the_update_rule_of_the_page_moves_every_weight_by_one_code():
     from altgrad.storage import make_grid_tensor
 
-    rule = re.search(r"```python\n(class .*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)[1]
-    names = dict(vars(optim))
-    exec(rule, names)
+    SignSGD, _ = the_rule_of_the_page()
     w = torch.nn.Parameter(make_grid_tensor(torch.linspace(0.3, 3.0, 64), "E4M3", "grid_nearest"))  # the largest has a code above it
     before, w.grad = w.data.codes.long(), torch.where(torch.arange(64) % 2 == 0, 2.0, -1e-3)
-    optimizer = names["SignSGD"]([w], "E4M3")
+    optimizer = SignSGD([w], "E4M3")
     optimizer.step()
     up, down = before + 1, torch.where(before % 8 == 0, before - 2, before - 1)  # below a power of two the spacing is half as wide
     assert torch.equal(w.data.codes.long(), torch.where(w.grad > 0, down, up))
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_config_may_name_the_rule_of_the_page(tmp_path, monkeypatch):
+    from altgrad.trainer import RULES, Trainer, make_config
+
+    SignSGD, line = the_rule_of_the_page()
+    monkeypatch.setattr(sys.modules["altgrad.trainer"], "RULES", {**RULES, **line})
+    (tmp_path / "text.txt").write_text("one line is enough\n" * 400)
+    monkeypatch.setenv("ALTGRAD_CACHE", str(tmp_path / "cache"))
+    settings = dict(name="mine", rule="sign_sgd", rule_lr=1.0, format="E4M3", storage="grid_nearest", data=f"path:{tmp_path}/text.txt", max_steps=2,
+                    warmup_steps=0, batch_size=2, block_size=16, eval_every=2, eval_windows=2)
+    trainer = Trainer(make_config(settings), tmp_path)
+    assert trainer.run(progress=False)["exit_reason"] == "finished" and type(trainer.optimizers[0]) is SignSGD
+
+
+def test_the_metric_of_the_page_is_measured_and_listed(monkeypatch):
+    from types import ModuleType
+
+    import numpy as np
+
+    from altgrad import monitors, workspace
+    from altgrad.formats import get_format
+
+    defined, value = (re.search(pattern, page(), re.MULTILINE)[1] for pattern in (r'^    (Metric\("fullest_code".*\)),$', r'^    ("fullest_code": .*),$'))
+    source = Path(monitors.__file__).read_text(encoding="utf-8")
+    for before, after in (('    Metric("overflow_rate", "share with finite', f"    {defined},\n"), ('    return {"dead_codes":', f"    MORE = {{{value}}}\n")):
+        assert source.count(before) == 1
+        source = source.replace(before, after + before)
+    source = source.replace('    return {"dead_codes":', '    return {**MORE, "dead_codes":')
+    mine = ModuleType("altgrad.monitors_of_mine")
+    mine.__package__ = "altgrad"
+    monkeypatch.setitem(sys.modules, mine.__name__, mine)
+    exec(compile(source, mine.__name__, "exec"), vars(mine))
+    counts = np.zeros(256)
+    counts[[0, 56, 200]] = 1, 6, 5
+    assert mine.histogram_metrics(counts, get_format("E4M3")) == {**monitors.histogram_metrics(counts, get_format("E4M3")), "fullest_code": 0.5}
+    assert "| `fullest_code` |" in mine.QUANTIZATION.table()
+    monkeypatch.setattr(workspace, "METRICS", mine.METRICS)
+    assert "fullest_code" in workspace.panels()["quantization"]
