@@ -7,8 +7,8 @@ __all__ = ['POWERS', 'Weights', 'SMALLEST', 'read_ledger', 'arm_of', 'Study', 'i
            'progress_table', 'slope', 'minus', 'slope_over_fp32', 'gain', 'gain_over_fp32', 'contrast', 'bootstrap',
            'Variance', 'mean_variance', 'Effect', 'effect', 'holm', 'judge', 'equivalent', 'Verdict', 'positive',
            'negative', 'below', 'all_equivalent', 'same_weights', 'trains', 'effect_text', 'candidates', 'best_rule',
-           'rule_text', 'slopes_on_tuning', 'Prediction', 'leave_one_out', 'Cost', 'costs', 'predict_costs', 'course',
-           'training_gap', 'metric', 'plot_parallel']
+           'rule_text', 'slopes_on_tuning', 'beside', 'Prediction', 'leave_one_out', 'Cost', 'costs', 'predict_costs',
+           'course', 'training_gap', 'metric', 'plot_parallel']
 
 # %% ../nbs/14d_evidence.ipynb #ae7e7545
 import math
@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Iterable, Mapping, NamedTuple
+from typing import Any, Callable, Iterable, Mapping, NamedTuple
 
 import numpy as np
 from scipy.stats import t as student_t
@@ -51,7 +51,7 @@ class Study:
     plans: dict[str, Plan]  # by the name of the matrix
     tuned: dict[Arm, Tuning]  # by cell
     cubes: dict[Arm, np.ndarray]  # by cell: losses in nats a byte, [checkpoint, seed, piece]; NaN where not run
-    rows: dict[Arm, dict[str, Any]]  # by run
+    rows: dict[Arm, Mapping[str, Any]]  # by run
     frozen: np.ndarray  # the frozen model's loss on the confirmation split, [checkpoint]
 
     def cell(self, fmt: str, storage: str, power: float = 0.0, **how: Any) -> Arm:
@@ -59,7 +59,7 @@ class Study:
         first = next(iter(self.tuned))
         return Arm(**{"format": fmt, "storage": storage, "power": power, "lr": 0.0, "checkpoint": self.checkpoints[0], "corpus": first.corpus, **how})
 
-    def runs(self, cell: Arm) -> list[dict[str, Any]]:
+    def runs(self, cell: Arm) -> list[Mapping[str, Any]]:
         "The confirmation runs of a cell at its tuned rate."
         return [self.rows[run] for run in self._planned(cell) if run in self.rows]
 
@@ -100,7 +100,7 @@ def _pieces(row: Mapping[str, Any], frozen: Mapping[tuple[str, str], np.ndarray]
 def _same_everywhere(rows: Iterable[Mapping[str, Any]]) -> None:
     "InputError where one name stands for two checkpoints, texts or instruments."
     for name, sha in (("checkpoint", "checkpoint_sha"), ("corpus", "corpus_sha"), ("corpus", "instrument")):
-        known = {}
+        known: dict[str, Any] = {}
         for row in rows:
             if not row.get("error") and known.setdefault(row[name], row[sha]) != row[sha]:
                 raise InputError(f"the ledger holds two {row[name]!r} (column {sha}): allowed is one")
@@ -387,7 +387,7 @@ def trains(
     least: float = 0.1,  # nats
 ) -> Verdict:
     "H5: fewer than half of the runs diverge, and the loss is below the frozen one by `least`, in each storage."
-    known = {s: v for s, v in effects.items() if v[0]}
+    known = {s: (e, share) for s, (e, share) in effects.items() if e}
     good = [s for s, (e, share) in known.items() if share < 0.5 and e.low > least]
     words = "; ".join(f"{s}: {effect_text(e)} below frozen, {share:.0%} diverged" for s, (e, share) in known.items())
     if not known: return Verdict("not run", "no complete pair")
@@ -430,16 +430,31 @@ def slopes_on_tuning(
     storage: str,
 ) -> list[float]:  # at most nine; the first is at the tuned rates
     "D from tuning losses, at the tuned rates and half an octave beside them."
-    def one(where: str, shift: int) -> float:
+    return _moved(study, slope_over_fp32(study, fmt, storage), lambda cell, k: study.tuned[cell].losses[k])
+
+def _moved(study: Study, weights: Weights, loss: Callable[[Arm, int], float]) -> list[float]:
+    "A contrast with the arms of the storage at one place of their grids and those of FP32 at one (tuned, below, above): what is known of the nine."
+    def one(control: bool, shift: int) -> float:
         total = 0.0
-        for cell, w in slope(study, fmt, where).items():
+        for cell, w in weights.items():
             t = study.tuned.get(cell)
             k = t.best + shift if t and not t.missing else -1
-            if w: total += w * t.losses[k] if 0 <= k < len(t.losses) else math.nan
+            if w and (cell.storage == "fp32") == control: total += w * loss(cell, k) if t and 0 <= k < len(t.rates) else math.nan
         return total
-    shifts = (0, -1, 1)
-    found = [one(storage, a) - one("fp32", b) for a in shifts for b in shifts]
+    found = [one(False, a) + one(True, b) for a in (0, -1, 1) for b in (0, -1, 1)]
     return [x for x in found if not math.isnan(x)]
+
+def beside(
+    study: Study,
+    weights: Weights,  # e.g. of D or B
+    seeds: Iterable[int] = (0,),  # of the confirmation, those that were run beside the tuned rates as well
+) -> list[float]:  # at most nine; the first is at the tuned rates
+    "A contrast from confirmation runs, with the arms of the storage and those of FP32 at their tuned rates and half an octave beside them."
+    pairs = [dict(checkpoint=c, seed=s, split="confirm") for c in study.checkpoints for s in seeds]
+    def loss(cell: Arm, k: int) -> float:
+        found = [study.rows.get(replace(cell, lr=study.tuned[cell].rates[k], **pair), {}) for pair in pairs]
+        return sum(row.get("val_loss", math.nan) for row in found) / len(pairs)
+    return _moved(study, weights, loss)
 
 # %% ../nbs/14d_evidence.ipynb #9ffedd79
 class Prediction(NamedTuple):
@@ -491,7 +506,8 @@ def costs(study: Study, storage: str, rule: str = "stiffness_adamw") -> list[Cos
         twin = study.rows.get(replace(arm, storage="fp32"))
         if (arm.storage, arm.rule, arm.placement) != (storage, rule, "update") or twin is None or is_frozen(row) or is_frozen(twin): continue
         groups[arm.format, arm.power, arm.lr].append((row["val_loss"] - twin["val_loss"], row["noise_rms"] ** 2))
-    return [Cost(*key, *np.mean(found, axis=0).tolist(), len(found)) for key, found in sorted(groups.items())]
+    means = ((key, np.mean(found, axis=0).tolist(), len(found)) for key, found in sorted(groups.items()))
+    return [Cost(*key, excess, noise, runs) for key, (excess, noise), runs in means]
 
 def predict_costs(
     points: list[Cost],
@@ -552,7 +568,7 @@ def plot_parallel(
         ends = [np.nanmin(column), np.nanmax(column)] if np.isfinite(column).any() else [math.nan] * 2
         shown, (low, high) = (np.log(a) if name in log else a for a in (np.where(column > 0, column, np.nan) if name in log else column, np.array(ends)))
         place[i] = (shown - low) / ((high - low) or 1.0)
-        for y, end, va in ((-0.04, ends[0], "top"), (1.04, ends[1], "bottom")): ax.text(i, y, f"{end:.3g}", ha="center", va=va, fontsize=7, color="0.35")
+        for at, end, va in ((-0.04, ends[0], "top"), (1.04, ends[1], "bottom")): ax.text(i, at, f"{end:.3g}", ha="center", va=va, fontsize=7, color="0.35")
         ax.axvline(i, color="0.85", lw=0.8, zorder=0)
     for line, y in zip(values, place.T): ax.plot(y, "o-", ms=4, lw=1.6, color=COLORS.get(line, "0.3"), label=line)
     ax.set_xticks(range(len(axes)), axes, fontsize=8), ax.set_yticks([]), ax.set_ylim(-0.15, 1.15), ax.spines[:].set_visible(False)
