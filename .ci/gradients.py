@@ -37,7 +37,7 @@ def arms(study: Study) -> list[Arm]:
 
 
 def look(gradients: list[Tensor], weights: list[Tensor], scales: list[Tensor], name: str) -> dict[str, float]:
-    "What the format would make of a step's gradients, each under a scale from its own amax; and the variance of the spacings' logarithm to base 2 within tensors."
+    "What the format would make of a step's gradients, each under a scale from its amax; and the variance of the spacings' log2 within tensors."
     fmt = get_format(name)
     scale = [compute_scale(g.abs().amax(), fmt) for g in gradients]
     rounded = [fake_quantize(g, fmt, s) for g, s in zip(gradients, scale)]

@@ -71,7 +71,8 @@ def first_lag(
     twin: dict[int, float],  # the same of a healthy run
 ) -> int | None:
     "The first step from which the loss lags behind its twin's for `WINDOW` steps."
-    ours, theirs, streak = _medians(losses), _medians(twin), []
+    ours, theirs = _medians(losses), _medians(twin)
+    streak: list[int] = []
     for step in sorted(ours.keys() & theirs.keys()):
         streak = [*streak, step] if ours[step] > theirs[step] * (1 + LAG) else []
         if len(streak) == WINDOW: return streak[0]
@@ -82,7 +83,8 @@ def symptoms(
     twin: dict[int, float] | None = None,  # step -> loss of a healthy run
 ) -> list[Finding]:
     "What the loss showed, in order of steps."
-    alarms, found = Alarms(), []
+    alarms = Alarms()
+    found: list[Finding] = []
     for row in rows:
         loss = row.get("loss")
         if loss is None and not any(f.what == "nonfinite" for f in found): found.append(Finding(row["step"], "nonfinite", "", "the loss is not finite"))
@@ -132,7 +134,7 @@ class Autopsy:
 
 def _events(rows: list[dict[str, Any]], known: set[tuple[str, str]]) -> list[Finding]:
     "The first event of each kind and layer; what the loss shows by itself is left to `symptoms`, and what is `known` (quantity, layer) is not said twice."
-    found = {}
+    found: dict[tuple[str, str], Finding] = {}
     for row in rows:
         for e in row.get("events", ()):
             kind, (layer, quantity) = e.get("kind", "event"), parse_metric(e.get("metric", ""))
@@ -162,7 +164,7 @@ def autopsy(
     if config is None: raise InputError(f"{run.path} is not a run folder")
     if not rows: raise InputError(f"{run.path} has no step to examine; {state_of(run)}")
     twin = StoredRun(against) if against else _find_twin(run)
-    if against and not twin.metrics_file.is_file(): raise InputError(f"{twin.path} holds no metrics to compare with")
+    if against and twin and not twin.metrics_file.is_file(): raise InputError(f"{twin.path} holds no metrics to compare with")
     losses = {r["step"]: v for r in Tail(twin.metrics_file).read() if (v := r.get("loss")) is not None} if twin else {}
     left = out_of_range(rows, limits_of(config))
     causes = sorted([*left, *_events(rows, {(f.what, f.layer) for f in left})], key=lambda f: f.step)
@@ -177,7 +179,8 @@ def _lead(finding: Finding, shown: Finding | None) -> str:
 
 def _chain(a: Autopsy) -> list[str]:
     "The chain of events: layers that left the same range are one line."
-    shown, groups = min(a.symptoms, key=lambda f: f.step, default=None), {}
+    shown = min(a.symptoms, key=lambda f: f.step, default=None)
+    groups: dict[str, list[Finding]] = {}
     for f in a.causes: groups.setdefault(f.what, []).append(f)
     lines = [(fs[0].step, f"step {fs[0].step}: {fs[0].text} in {fs[0].layer or 'the whole model'}"
               + (f" and, by step {fs[-1].step}, {len(fs) - 1} more" if len(fs) > 1 else "") + _lead(fs[0], shown)) for fs in groups.values()]
@@ -185,7 +188,7 @@ def _chain(a: Autopsy) -> list[str]:
 
 def _report(a: Autopsy) -> list[str]:
     "The lines of an autopsy."
-    config, record = a.run.stored_config(), a.run.record()
+    config, record = a.run.stored_config() or {}, a.run.record()
     facts = " ".join(str(config[k]) for k in ("format", "storage", "rule") if config.get(k))
     lines = [f"{config.get('name', a.run.path.name)} ({facts}): {state_of(a.run)}; {a.rows[-1]['step']} of {config.get('max_steps', '?')} steps"]
     if a.twin_name: lines.append(f"compared with {a.twin_name}")

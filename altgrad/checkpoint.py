@@ -82,7 +82,8 @@ def seed_everything(
 
 def _random_state(device: torch.device) -> dict[str, Any]:
     "The state of every generator, as tensors and plain values."
-    name, keys, *rest = np.random.get_state()
+    numpy: Any = np.random.get_state()  # a dict only where asked for one
+    name, keys, *rest = numpy
     state = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *rest)}
     if device.type == "cuda": state["cuda"] = torch.cuda.get_rng_state(device)
     return state

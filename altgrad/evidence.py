@@ -450,7 +450,7 @@ def beside(
     seeds: Iterable[int] = (0,),  # of the confirmation, those that were run beside the tuned rates as well
 ) -> list[float]:  # at most nine; the first is at the tuned rates
     "A contrast from confirmation runs, with the arms of the storage and those of FP32 at their tuned rates and half an octave beside them."
-    pairs = [dict(checkpoint=c, seed=s, split="confirm") for c in study.checkpoints for s in seeds]
+    pairs: list[dict[str, Any]] = [dict(checkpoint=c, seed=s, split="confirm") for c in study.checkpoints for s in seeds]
     def loss(cell: Arm, k: int) -> float:
         found = [study.rows.get(replace(cell, lr=study.tuned[cell].rates[k], **pair), {}) for pair in pairs]
         return sum(row.get("val_loss", math.nan) for row in found) / len(pairs)

@@ -27,9 +27,11 @@ def _restore(states: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states: torch.cuda.set_rng_state(states["cuda"], device)
 
-def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+def linear_weights(model: nn.Module) -> dict[str, Tensor]:
     "The weights of all linear layers and convolutions that are trained, by the layer's qualified name."
-    return {name: m.weight for name, m in model.named_modules() if isinstance(m, tuple(CLASSES)) and m.weight.requires_grad}
+    kinds = tuple(CLASSES)
+    found = ((name, m.weight) for name, m in model.named_modules() if isinstance(m, kinds))
+    return {name: w for name, w in found if isinstance(w, Tensor) and w.requires_grad}
 
 def shadow_gradients(
     model: nn.Module,
@@ -39,14 +41,15 @@ def shadow_gradients(
 ) -> dict[str, Tensor]:  # qualified layer name to gradient, float32
     "The gradients of these weights for the mean loss over micro-batches, in FP32 without rounding."
     weights = linear_weights(model)
-    device, found = next(model.parameters()).device, None
+    device = next(model.parameters()).device
+    found: Sequence[Tensor] = ()
     now = random_states(device)
     _restore(states, device)
     try:
         with high_precision(model), torch.autocast(device.type, enabled=False), torch.enable_grad():
             for x, y in batches:
                 new = torch.autograd.grad(loss(model, x, y) / len(batches), list(weights.values()))
-                found = new if found is None else [a + b for a, b in zip(found, new)]
+                found = [a + b for a, b in zip(found, new)] if found else new
     finally: _restore(now, device)
     return dict(zip(weights, total([g / world() for g in found])))
 
@@ -72,8 +75,9 @@ class Shadow:
     def measure(self, batches: Sequence[tuple[Tensor, Tensor]], parcel: Parcel) -> None:
         "After the backward pass, before clipping: compares, and puts the sums into the parcel."
         if not self.active: return
+        weights = linear_weights(self.model)
         for name, h in shadow_gradients(self.model, batches, self.states, self.loss).items():
-            g = self.model.get_submodule(name).weight.grad
+            g = weights[name].grad
             if g is not None: parcel["shadow", name] = torch.stack([(a * b).sum(dtype=torch.float64) for a, b in ((g, h), (g, g), (h, h), (g - h, g - h))])
 
 def shadow_metrics(

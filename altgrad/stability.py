@@ -37,15 +37,16 @@ def bracket(
     is_stable: Callable[[int], bool | None],  # of a rate; None if it was not tried
 ) -> Bracket:
     "Follows the search as far as it has come."
-    stable = unstable = None
+    stable: int | None = None
+    unstable: int | None = None
     j = 0
     while abs(j) <= FURTHEST * PARTS:
         found = is_stable(j)
         if found is None: return Bracket(stable, unstable, j)
         if found: stable = j
         else: unstable = j
-        if stable is None: j = unstable - PARTS
-        elif unstable is None: j = stable + PARTS
+        if stable is None: j -= PARTS
+        elif unstable is None: j += PARTS
         elif unstable - stable == 1: break
         else: j = (stable + unstable) // 2
     return Bracket(stable, unstable, None)
@@ -114,7 +115,7 @@ def thresholds_of(
     for arm, rates in arms.items():
         unstable = min((lr for lr, ends in rates.items() if any(ends)), default=None)
         stable = max((lr for lr, ends in rates.items() if len(ends) >= runs and not any(ends) and (unstable is None or lr < unstable)), default=None)
-        narrow = None not in (stable, unstable) and unstable / stable < 2 ** (1.01 / PARTS)
+        narrow = stable is not None and unstable is not None and unstable / stable < 2 ** (1.01 / PARTS)
         found.append({**dict(zip(_ARM, arm)), "stable": stable, "unstable": unstable, "done": narrow or None in (stable, unstable) and len(rates) > FURTHEST})
     return found
 

@@ -63,7 +63,7 @@ class GridTensor(torch.Tensor):
         "The plain tensors that it consists of, by name."
         return {name: getattr(self, name) for name in ("codes", "scale", "writes", "rescales", "residual") if getattr(self, name) is not None}
 
-    def __repr__(self, *args, **kwargs) -> str:
+    def __repr__(self, *args, **kwargs):
         return f"GridTensor({self.fmt.name}, {self.how['rounding']}, scale={self.scale.item():g}, shape={tuple(self.shape)})"
 
     def __tensor_flatten__(self): return list(self.parts()), self.how
@@ -99,7 +99,7 @@ def _gap(q: Tensor, side: Tensor, fmt: FP8Format) -> Tensor:
     "The distance from values of the format to their neighbours on the side that the sign of `side` means."
     return ulp(fmt, torch.where(side * q < 0, torch.nextafter(q, torch.zeros_like(q)), q))
 
-def _residual(to: GridTensor, w: Tensor, codes: Tensor, scale: Tensor, key: int) -> Tensor:
+def _residual(to: GridTensor, w: Tensor, codes: Tensor, scale: Tensor, key: int | Tensor) -> Tensor:
     "What the nearest codes leave of `w`, in whole levels (int8), rounded by chance."
     q, levels = unpack(codes, to.fmt), to.how["levels"]
     left = w / scale - q
@@ -161,11 +161,11 @@ def make_grid_tensor(
     w = w.detach() if w.dtype == torch.float64 else w.detach().float()
     scale = torch.ones((), device=w.device) if storage == "bf16" else compute_scale(w.abs().amax(), fmt)
     scale = scale.to(w.dtype)
-    counts = [torch.zeros((), dtype=torch.int64, device=d) for d in ("cpu", w.device)]
+    writes, rescales = (torch.zeros((), dtype=torch.int64, device=d) for d in ("cpu", w.device))
     bits = RESIDUAL_BITS.get(storage)
     how = {"fmt": fmt, "rounding": "stochastic" if storage == "grid_stochastic" else "nearest", "seed": seed, "tensor": tensor,
            "levels": bits and 2 ** (bits - 1) - 1, "counts": torch.zeros(5, dtype=torch.int64, device=w.device)}
-    grid = GridTensor(pack(fake_quantize(w / scale, fmt), fmt), scale.clone(), *counts, how)
+    grid = GridTensor(pack(fake_quantize(w / scale, fmt), fmt), scale.clone(), writes, rescales, how)
     if bits: grid.residual = _residual(grid, w, grid.codes, scale, rounding_key(seed, 2**32 - 1, tensor))  # a step that no write has
     return grid
 

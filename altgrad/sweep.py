@@ -144,7 +144,7 @@ def tuning(
     while True:
         runs = {k: [replace(cell, lr=rate(middle, k), split="tune", checkpoint=c, seed=s) for c, s in seeds] for k in ks}
         missing = [Job(arm, "tune") for arms in runs.values() for arm in arms if loss(arm) is None]
-        means = [math.inf if missing else statistics.fmean(map(loss, runs[k])) for k in ks]
+        means = [math.inf if missing else statistics.fmean(v for arm in runs[k] if (v := loss(arm)) is not None) for k in ks]
         best = means.index(min(means))
         edge = {0: "low", len(ks) - 1: "high"}.get(best, "")
         if missing or not edge or len(ks) >= matrix.most: return Tuning(missing, [rate(middle, k) for k in ks], means, best, edge)
@@ -157,11 +157,12 @@ def wider_powers(
     matrix: Matrix,
 ) -> list[tuple[Arm, float]]:  # cells to be added
     "For each format whose best power lies at an end: the next power, in every storage of that format and in FP32."
-    new, groups = {}, {}
+    new: dict[Arm, float] = {}
+    groups: dict[Arm, dict[float, float]] = {}
     for arm, middle in cells: groups.setdefault(replace(arm, power=0.0), {})[arm.power] = middle
     for base, powers in groups.items():
         losses = {p: min(found[replace(base, power=p)].losses) for p in powers}
-        best = min(losses, key=losses.get)
+        best = min(losses, key=losses.__getitem__)
         onward = best + (matrix.power_step if best == max(powers) else -matrix.power_step)
         alone = sum(v == losses[best] for v in losses.values()) == 1
         if len(powers) < 3 or not alone or best not in (min(powers), max(powers)) or abs(onward) > matrix.power_limit: continue
@@ -281,7 +282,7 @@ def _html(ledger: Ledger) -> str:
     return html_card(title, {"rows": f"{len(rows):,}", **counts, "failed": failed, **arms}, picture)
 
 # %% ../nbs/14c_sweep.ipynb #63cace48
-_BENCH: Bench | None = None
+_BENCH: Bench  # of a worker process, from its start on
 
 def _start_worker(setup: tuple) -> None:
     "Prepares a worker process."
@@ -331,7 +332,8 @@ class Workers:
 # %% ../nbs/14c_sweep.ipynb #cc79f83a
 def _results(workers: Workers, jobs: Iterable[Job], work: Callable) -> Iterator[tuple[Job, dict[str, Any]]]:
     "Runs the jobs; yields each with its result as it comes."
-    waiting, suspects, flying = deque(jobs), deque(), {}
+    waiting, suspects = deque(jobs), deque[Job]()
+    flying: dict[Future, Job] = {}
     while waiting or suspects or flying:
         alone = bool(suspects)  # one of these killed its worker: one at a time, until they are through
         queue, room = (suspects, 1) if alone else (waiting, 2 * workers.count)
@@ -391,7 +393,8 @@ class Sweep:
     def __init__(self, matrix: Matrix, out: Path | str, bench: Bench):
         self.matrix, self.ledger, self.out = matrix, Ledger(out), Path(out)
         self.bench = Bench(bench.folder, bench.data, matrix.task, bench.cache)
-        self.rows, self._ids = {row["run"]: row for row in self.ledger.rows() if not row.get("error")}, {}
+        self.rows = {row["run"]: row for row in self.ledger.rows() if not row.get("error")}
+        self._ids: dict[Arm, str] = {}
 
     def run_id(self, arm: Arm) -> str:
         "The arm's identity."
@@ -452,7 +455,8 @@ def estimate(
     workers: int = 1,
 ) -> float | None:  # seconds; None where no run was timed yet
     "How long these runs would take: the median time of the storage's runs in the ledger."
-    times, recipe = {}, lambda checkpoint: checkpoint.rpartition("-")[0]
+    times: dict[str, list[float]] = {}
+    recipe = lambda checkpoint: checkpoint.rpartition("-")[0]
     for row in sweep.rows.values():
         same = recipe(row["checkpoint"]) == recipe(sweep.matrix.checkpoints[0])
         if same and row.get("seconds"): times.setdefault(row["storage"], []).append(row["seconds"])
@@ -542,9 +546,9 @@ def replay(
     bench: Bench,
 ) -> tuple[bool, str]:  # whether it agrees, and a sentence
     "Makes a row's run again and compares; InputError where it cannot be the same run."
-    here = bench.corpus(row["corpus"]).hash
-    if here != row["corpus_sha"]:
-        raise InputError(f"the text {row['corpus']!r} has the hash {here[:16]}, the row's text had {row['corpus_sha'][:16]}: another text, no replay")
+    text = bench.corpus(row["corpus"]).hash
+    if text != row["corpus_sha"]:
+        raise InputError(f"the text {row['corpus']!r} has the hash {text[:16]}, the row's text had {row['corpus_sha'][:16]}: another text, no replay")
     if row["instrument"] != VERSION:
         raise InputError(f"the row was made by version {row['instrument']} of the instrument, this is version {VERSION}")
     got = run_arm(Arm(**{f.name: row[f.name] for f in fields(Arm)}), bench.with_task(Task(**row["task"])))

@@ -46,7 +46,7 @@ _PACKAGES = ("altgrad", "torch", "numpy", "tokenizers", "datasets")
 
 def versions() -> dict[str, str | None]:
     "Versions of Python and of the packages that can change a result; None for one that is not installed."
-    found = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try: found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError: found[name] = None
@@ -253,7 +253,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 # %% ../nbs/12_tracking.ipynb #2d7b2ad6
 def _line_ends(path: Path) -> list[int]:
     "Where the lines of the steps 1, 2, 3 ... end, in bytes, as far as each is whole and in its place."
-    ends, at = [], 0
+    ends: list[int] = []
+    at = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         try: fits = line.endswith(b"\n") and json.loads(line)["step"] == len(ends) + 1
         except (ValueError, TypeError, KeyError): fits = False
@@ -336,7 +337,8 @@ class Mirror:
         patience: float = 30.0,  # seconds at the end of the run
     ):
         if mode not in MIRRORS: raise unknown("wandb mode", mode, MIRRORS)
-        self.folder, self.mode, self.patience, self.said, self.rows = folder, mode, patience, "", queue.SimpleQueue()
+        self.folder, self.mode, self.patience, self.said = folder, mode, patience, ""
+        self.rows: queue.SimpleQueue = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, args=(folder.metrics() if mode != "off" else [],), name="wandb", daemon=True)
         if mode != "off": self.thread.start()
 
@@ -392,8 +394,8 @@ def read_wandb(
 
     parts = []
     for path in sorted(Path(folder).glob("wandb/*run-2*/*.wandb")):
-        part = {"id": "", "name": "", "config": {}, "rows": {}, "alerts": []}
-        for record in map(pb.Record.FromString, _wandb_pieces(path.read_bytes())):
+        part: dict[str, Any] = {"id": "", "name": "", "config": {}, "rows": {}, "alerts": []}
+        for record in map(pb.Record.FromString, _wandb_pieces(path.read_bytes())):  # type: ignore[attr-defined]  # protobuf makes it on import
             if record.HasField("run"): part |= {"id": record.run.run_id, "name": record.run.display_name,
                                                 "config": {u.key: json.loads(u.value_json) for u in record.run.config.update}}
             if record.HasField("history"): part["rows"][record.history.step.num] = {

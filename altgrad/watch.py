@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
 import numpy as np
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -61,7 +61,9 @@ def worst(
 # %% ../nbs/15b_watch.ipynb #a2282c94
 class Tail:
     "The rows of a JSON-lines file, as they come."
-    def __init__(self, path: Path | str): self.path, self.at, self.rows = Path(path), 0, []
+    def __init__(self, path: Path | str):
+        self.path, self.at = Path(path), 0
+        self.rows: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
         "All rows so far; lines that are not whole yet are left for later, damaged ones are passed over."
@@ -99,7 +101,7 @@ def _number(x: float | None, form: str = "{:.4f}") -> str: return "-" if x is No
 
 def _remaining(rows: list[dict[str, Any]], steps: int) -> str:
     "The time that the steps to come will take, from the last fifty."
-    last = [r.get("wall_clock_s") for r in rows[-50:]]
+    last: list[Any] = [r.get("wall_clock_s") for r in rows[-50:]]
     if len(last) < 2 or None in last or last[-1] <= last[0]: return "-"
     seconds = (last[-1] - last[0]) / (len(last) - 1) * steps
     return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds < 86400 else f"{seconds / 86400:.1f} days"
@@ -146,7 +148,7 @@ def render_run(
     if not rows: return Group(Panel(Group(head, Text(f"{state}; no step yet"))))
     bar = Table.grid(padding=(0, 2))
     bar.add_row(f"step {rows[-1]['step']} of {steps}", ProgressBar(total=steps or 1, completed=rows[-1]["step"], width=40))
-    parts = [head, Text(state, "green" if state.startswith(("running", "finished")) else "bold red"), bar, _numbers(rows, steps)]
+    parts: list[RenderableType] = [head, Text(state, "green" if state.startswith(("running", "finished")) else "bold red"), bar, _numbers(rows, steps)]
     for title, content in (("ranges", _ranges(rows[-1], limits_of(config))), ("events", Group(*_event_lines(rows)))):
         if (content.row_count if isinstance(content, Table) else content.renderables): parts += [Text(title, "bold"), content]
     return Group(Panel(Group(*parts)))
@@ -154,7 +156,8 @@ def render_run(
 # %% ../nbs/15b_watch.ipynb #ea41d318
 def _outcomes(rows: list[dict[str, Any]]) -> Table:
     "By storage and format: runs, losses, and how many have which flag."
-    table, groups = Table("storage", "format", "runs", "mean", "least", *FLAGS, box=None), {}
+    table = Table("storage", "format", "runs", "mean", "least", *FLAGS, box=None)
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for r in rows: groups.setdefault((str(r.get("storage", "-")), str(r.get("format", "-"))), []).append(r)
     for name, part in sorted(groups.items()):
         losses, found = [r["val_loss"] for r in part if r.get("val_loss") is not None], [flag for r in part for flag in flags(r)]
@@ -176,7 +179,7 @@ def render_ledger(
     for r in rows[-5:]: last.add_row(*(str(r.get(k, "-")) for k in ("format", "storage", "rule", "seed")), _number(r.get("val_loss")))
     now = [r for r in rows if all(r.get(key) == rows[-1].get(key) for key in ("matrix", "stage"))]
     title = " ".join(str(rows[-1][key]) for key in ("matrix", "stage") if rows and rows[-1].get(key))
-    parts = [Text(f"{path.parent}  {len(rows):,} runs", "bold"), table, Text(title, "bold"), _outcomes(now), Text("the last", "bold"), last]
+    parts = (Text(f"{path.parent}  {len(rows):,} runs", "bold"), table, Text(title, "bold"), _outcomes(now), Text("the last", "bold"), last)
     return Group(Panel(Group(*parts, *(Text(f"{r.get('run')}: {r['error']}", "red") for r in failed[-3:]))))
 
 # %% ../nbs/15b_watch.ipynb #d2da416c
@@ -237,14 +240,15 @@ def _heat_panel(fig, ax, rows: list[dict[str, Any]], names: list[str], title: st
 # %% ../nbs/15b_watch.ipynb #fce1e4b2
 def _code_panel(fig, ax, run: StoredRun, color: str) -> None:
     "How often each code is used: over the steps where that was measured, else at the end."
-    steps, counts = next((s for name, s in read_histograms(run.series_folder).items() if "/weight/" in name), ((), ()))
+    none = np.empty(0), np.empty((0, 0))
+    steps, counts = next((s for name, s in read_histograms(run.series_folder).items() if "/weight/" in name), none)
     if len(steps) > 1:
         ax.imshow(np.log1p(counts).T, aspect="auto", origin="lower", extent=(steps[0], steps[-1], 0, len(counts[0])), cmap="magma")
         ax.set_title("codes in use (log of the count)", fontsize=9), ax.set_xlabel("step", fontsize=8), ax.set_ylabel("code", fontsize=8)
     else:
-        counts = run.record().get("bit_histogram") or []
-        ax.bar(range(len(counts)), counts, width=1.0, color=color)
-        ax.set_title(f"codes at the end: {sum(c > 0 for c in counts)} of {len(counts)} used", fontsize=9), ax.set_xlabel("code", fontsize=8)
+        ends = run.record().get("bit_histogram") or []
+        ax.bar(range(len(ends)), ends, width=1.0, color=color)
+        ax.set_title(f"codes at the end: {sum(c > 0 for c in ends)} of {len(ends)} used", fontsize=9), ax.set_xlabel("code", fontsize=8)
     ax.tick_params(labelsize=7)
 
 def _layer_quantities(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
@@ -263,7 +267,7 @@ def _panels(run: StoredRun, rows: list[dict[str, Any]], color: str) -> list[Call
     rates = [k for k in ("overflow_rate", "underflow_rate", "bit_stall_rate") if has(k)]
     curves = [(["grad_norm"], "gradient norm", {"color": "C0"}), (rates, "rates over all weights", {}), (["lr"], "learning rate", {"color": "0.3"}),
               (["tokens_per_s"], "tokens/s", {"color": "0.3"})]
-    panels = [lambda fig, ax: _loss_panel(ax, rows, color)]
+    panels: list[Callable] = [lambda fig, ax: _loss_panel(ax, rows, color)]
     panels += [lambda fig, ax, c=c: _curve(ax, rows, *c[:2], **c[2]) for c in curves if has(*c[0])]
     if run.series_folder.is_dir() or run.record().get("bit_histogram"): panels.append(lambda fig, ax: _code_panel(fig, ax, run, color))
     heats = list(_layer_quantities(rows).items())[:6]
