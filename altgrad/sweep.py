@@ -393,8 +393,7 @@ class Sweep:
     def __init__(self, matrix: Matrix, out: Path | str, bench: Bench):
         self.matrix, self.ledger, self.out = matrix, Ledger(out), Path(out)
         self.bench = Bench(bench.folder, bench.data, matrix.task, bench.cache)
-        self.rows = {row["run"]: row for row in self.ledger.rows() if not row.get("error")}
-        self._ids: dict[Arm, str] = {}
+        self.rows, self._ids = {row["run"]: row for row in self.ledger.rows() if not row.get("error")}, dict[Arm, str]()
 
     def run_id(self, arm: Arm) -> str:
         "The arm's identity."

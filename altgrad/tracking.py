@@ -337,8 +337,7 @@ class Mirror:
         patience: float = 30.0,  # seconds at the end of the run
     ):
         if mode not in MIRRORS: raise unknown("wandb mode", mode, MIRRORS)
-        self.folder, self.mode, self.patience, self.said = folder, mode, patience, ""
-        self.rows: queue.SimpleQueue = queue.SimpleQueue()
+        self.folder, self.mode, self.patience, self.said, self.rows = folder, mode, patience, "", queue.SimpleQueue[Any]()
         self.thread = threading.Thread(target=self._work, args=(folder.metrics() if mode != "off" else [],), name="wandb", daemon=True)
         if mode != "off": self.thread.start()
 

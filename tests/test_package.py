@@ -20,7 +20,7 @@ NEVER_COPIED = shutil.ignore_patterns(".venv", ".git", "nbs", "runs", "build", "
 # What only developers have, by the names of imports: to the wheel's environment these do not exist.
 DEVELOPMENT = ("nbdev", "execnb", "fastcore", "jupyterlab", "nbconvert", "nbformat", "ipykernel", "IPython", "pytest", "gfloat", "ml_dtypes", "ray",
                "wandb_workspaces", "transformers", "accelerate", "lightning", "mypy", "twine", "build", "setuptools")
-IMPORTED_AS = {"pyyaml": "yaml"}
+IMPORTED_AS = {"pyyaml": "yaml", "scikit_learn": "sklearn"}
 SMALL = ["max_steps=2", "batch_size=2", "block_size=16", "eval_windows=2", "warmup_steps=1"]
 
 
