@@ -4,26 +4,21 @@ python .ci/gradients.py --checkpoints FOLDER --corpus eurlex=path:TEXT     # abo
 The arms are those of the central study at their tuned rates, seed 0 on each checkpoint: all formats with AdamW, E7M0 with the powers -1 and 1 too. Watching
 changes nothing: each run says whether its final weights are those of the ledger, bit for bit.
 """
-import math
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from altgrad.data import get_batch
-from altgrad.evidence import Study, build_study, read_ledger
-from altgrad.formats import EIGHT_BIT, get_format
+from altgrad.evidence import RANKED, Study
+from altgrad.formats import get_format
 from altgrad.geometry import stiffness
-from altgrad.instrument import Arm, Bench, Weights, make_rule, ramp, state_hash
-from altgrad.model import loss_of
+from altgrad.instrument import Arm, Bench, Weights, run_arm
+from altgrad.model import GPT
 from altgrad.quantize import fake_quantize
 from altgrad.scaling import compute_scale
-from altgrad.sweep import read_matrix
-from studies import opened
+from studies import ROOT, central_study, opened
 
-ROOT = Path(__file__).resolve().parent.parent / "nbs"
 STORAGES = ("fp32", "master", "grid_nearest", "grid_stochastic")
 OCTAVES = 12  # below a tensor's largest weight; the last bin holds all that is smaller
 KEPT = ("format", "storage", "power", "lr", "checkpoint", "seed")
@@ -31,7 +26,7 @@ KEPT = ("format", "storage", "power", "lr", "checkpoint", "seed")
 
 def arms(study: Study) -> list[Arm]:
     "What is run: by format, storage and power, at the tuned rate, once on each checkpoint."
-    cells = [study.cell(f, s, p) for f in EIGHT_BIT if f != "E1M6" for s in STORAGES for p in ((-1.0, 0.0, 1.0) if f == "E7M0" else (0.0,))]
+    cells = [study.cell(f, s, p) for f in RANKED for s in STORAGES for p in ((-1.0, 0.0, 1.0) if f == "E7M0" else (0.0,))]
     tuned = [(cell, study.tuned[cell]) for cell in cells]
     return [replace(cell, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=0) for cell, t in tuned for c in study.checkpoints]
 
@@ -48,40 +43,50 @@ def look(gradients: list[Tensor], weights: list[Tensor], scales: list[Tensor], n
             "cosine": (g @ q / (g.norm() * q.norm())).item(), "overflow": over / len(g), "stiffness_variance": spread / len(g)}
 
 
-def watched(arm: Arm, bench: Bench) -> dict[str, Any]:
-    "The run of an arm, as `run_arm` makes it, and what was seen."
-    model, task, corpus = bench.model(arm.checkpoint), bench.task, bench.corpus(arm.corpus)
-    weights, fmt = Weights(model, arm), get_format(arm.format)
-    rule, course = make_rule(arm, weights.stored, task), []
-    moved = [torch.zeros(p.shape, dtype=torch.bool) for p in weights.used]
-    size = [(p.detach().abs() / p.detach().abs().amax()).clamp(min=2.0**-40).log2().neg().floor().clamp(max=OCTAVES - 1).long() for p in weights.used]
-    for step in range(1, task.steps + 1):
-        for group in rule.param_groups: group["lr"] = arm.lr * ramp(step, task.steps, task.warmup)
-        for p in weights.used: p.grad = None
-        loss = loss_of(model, *get_batch(corpus.train, task.batch_size, model.config.block_size, arm.seed, step))
-        if not math.isfinite(loss.item()): break
-        loss.backward()
-        old, scales = [p.detach().clone() for p in weights.used], [s.clone() for s in weights.scales()]
-        if step % task.every == 0: course.append({"step": step, **look([p.grad for p in weights.used], old, scales, arm.format)})
-        weights.update(rule)
-        for m, a, p, s in zip(moved, old, weights.used, scales): m |= fake_quantize(a, fmt, s) != fake_quantize(p.detach(), fmt, s)
-    names = {id(p): name.removesuffix(".weight") for name, p in model.named_parameters()}
-    counts = sum(torch.bincount(s.flatten(), minlength=OCTAVES) for s in size)
-    still = sum(torch.bincount(s[~m], minlength=OCTAVES) for s, m in zip(size, moved))
-    return {"course": {key: [float(f"{row[key]:.5g}") for row in course] for key in course[0]}, "weights": counts.tolist(), "never_moved": still.tolist(),
-            "never_moved_by_tensor": {names[id(p)]: round((~m).float().mean().item(), 5) for p, m in zip(weights.used, moved)},
-            "weights_sha": state_hash({str(i): p for i, p in enumerate(weights.used)})[:16]}
+class Watched(Weights):
+    "Trained weights that remember what their gradients looked like and which of them ever changed their code."
+    def __init__(self, model: GPT, arm: Arm, every: int):
+        super().__init__(model, arm)
+        self.every, self.step, self.course = every, 0, []
+        self.names = {id(p): name.removesuffix(".weight") for name, p in model.named_parameters()}
+        self.moved = [torch.zeros(p.shape, dtype=torch.bool) for p in self.used]
+        share = [p.detach().abs() / p.detach().abs().amax() for p in self.used]
+        self.size = [s.clamp(min=2.0**-40).log2().neg().floor().clamp(max=OCTAVES - 1).long() for s in share]
+
+    def update(self, rule: torch.optim.Optimizer) -> None:
+        "One step, and what it was made of."
+        self.step += 1
+        old, scales = [p.detach().clone() for p in self.used], [s.clone() for s in self.scales()]
+        if self.step % self.every == 0: self.course.append({"step": self.step, **look([p.grad for p in self.used], old, scales, self.fmt.name)})
+        super().update(rule)
+        for m, a, p, s in zip(self.moved, old, self.used, scales): m |= fake_quantize(a, self.fmt, s) != fake_quantize(p.detach(), self.fmt, s)
+
+    def seen(self) -> dict[str, Any]:
+        "Plain values."
+        count = lambda chosen: sum(torch.bincount(s[m], minlength=OCTAVES) for s, m in zip(self.size, chosen)).tolist()
+        still = [~m for m in self.moved]
+        return {"course": {key: [float(f"{row[key]:.5g}") for row in self.course] for key in self.course[0]},
+                "weights": count([torch.ones_like(m) for m in self.moved]), "never_moved": count(still),
+                "never_moved_by_tensor": {self.names[id(p)]: round(m.float().mean().item(), 5) for p, m in zip(self.used, still)}}
+
+
+def watched(arm: Arm, bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:
+    "The row of an arm's run, and what was seen in it."
+    made = []
+    row = run_arm(arm, bench, lambda model, arm: made.append(Watched(model, arm, bench.task.every)) or made[0])
+    return row, made[0].seen()
 
 
 def main() -> int:
     bench, stored, store = opened(__doc__, ROOT / "results/gradients.json", ("runs",))
-    study = build_study(read_ledger(ROOT / "results/ledger"), [read_matrix((ROOT / f"studies/matrices/tier{i}.yaml").read_text()) for i in (1, 2, 3)])
+    study = central_study()
     stored["facts"] |= {"task": asdict(bench.task), "octaves": OCTAVES}
     done = {tuple(r[k] for k in KEPT) for r in stored["runs"]}
     for arm in arms(study):
         if tuple(getattr(arm, k) for k in KEPT) in done: continue
-        row, seen = study.rows[arm], watched(arm, bench)
-        stored["runs"].append({"run": row["run"], **{k: getattr(arm, k) for k in KEPT}, "as_in_ledger": seen["weights_sha"] == row["weights_sha"], **seen})
+        row, seen = watched(arm, bench)
+        same = row["weights_sha"] == study.rows[arm]["weights_sha"]
+        stored["runs"].append({"run": row["run"], **{k: getattr(arm, k) for k in KEPT}, "as_in_ledger": same, **seen, "weights_sha": row["weights_sha"]})
         store()
         print(*(getattr(arm, k) for k in KEPT), stored["runs"][-1]["as_in_ledger"], flush=True)
     return 0

@@ -7,33 +7,20 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from altgrad.evidence import SMALLEST, Study, best_rule, build_study, contrast, effect, gain_over_fp32, holm, judge, read_ledger, slope_over_fp32
-from altgrad.formats import EIGHT_BIT
-from altgrad.instrument import Arm, Bench
+from altgrad.evidence import Study, what_matters
+from altgrad.instrument import Bench
 from altgrad.sweep import Job, Plan, Sweep, read_matrix
+from studies import ROOT, central_study
 
-ROOT = Path(__file__).resolve().parent.parent / "nbs"
-STORAGES, SEEDS = ("grid_stochastic", "grid_nearest", "master"), (0,)
-
-
-def cells_that_matter(study: Study) -> list[Arm]:
-    "The cells of every D and B that matters."
-    keys = [(s, f) for s in STORAGES for f in EIGHT_BIT if f not in ("E0M7", "E1M6")]
-    slopes = [slope_over_fp32(study, f, s) for s, f in keys]
-    effects = [effect(contrast(study, w)) for w in slopes]
-    adjusted = iter(holm([e.p for e in effects if e], len(keys)))
-    found = [w for w, e in zip(slopes, effects) if e and judge(e, SMALLEST / 2, next(adjusted)) == "matters"]
-    best = [cell for s in STORAGES for f in EIGHT_BIT if f != "E1M6" and (cell := best_rule(study, f, s))]
-    gains = [gain_over_fp32(study, cell) for cell in best]
-    found += [w for w in gains if judge(effect(contrast(study, w)), SMALLEST) == "matters"]
-    return sorted({cell for weights in found for cell, w in weights.items() if w}, key=str)
+SEEDS = (0,)  # of the confirmation
 
 
 class Neighbours(Sweep):
     "A sweep whose runs are those beside the tuned rates."
     def __init__(self, study: Study, *how):
         super().__init__(*how)
-        tuned = [(cell, study.tuned[cell]) for cell in cells_that_matter(study)]
+        cells = {cell for weights in what_matters(study).values() for cell, w in weights.items() if w}
+        tuned = [(cell, study.tuned[cell]) for cell in sorted(cells, key=str)]
         self.arms = [replace(cell, lr=t.rates[k], split="confirm", checkpoint=c, seed=s) for s in SEEDS for cell, t in tuned
                      for k in (t.best - 1, t.best + 1) if 0 <= k < len(t.rates) for c in study.checkpoints]
 
@@ -49,9 +36,9 @@ def main() -> int:
     parser.add_argument("--corpus", required=True, help="eurlex=path:<file>")
     parser.add_argument("--workers", type=int, default=1)
     args = parser.parse_args()
-    central = [read_matrix((ROOT / f"studies/matrices/tier{i}.yaml").read_text()) for i in (1, 2, 3)]
+    matrix = replace(read_matrix((ROOT / "studies/matrices/tier1.yaml").read_text()), name="neighbours", tier=7)
     bench = Bench(args.checkpoints, dict([args.corpus.split("=", 1)]))
-    sweep = Neighbours(build_study(read_ledger(ROOT / "results/ledger"), central), replace(central[0], name="neighbours", tier=7), args.out, bench)
+    sweep = Neighbours(central_study(), matrix, args.out, bench)
     print(f"{len(sweep.arms)} runs, {len(sweep.plan().jobs)} of them to be made", flush=True)
     return sweep.run(args.workers)
 

@@ -7,10 +7,18 @@ from typing import Any, Callable
 import torch
 
 from altgrad.checkpoint import write_atomic
+from altgrad.evidence import Study, build_study, read_ledger
 from altgrad.instrument import Bench, build_checkpoint
+from altgrad.sweep import read_matrix
 from altgrad.tracking import git_commit, machine, versions
 
+ROOT = Path(__file__).resolve().parent.parent / "nbs"
 TEXT, CHECKPOINTS = "eurlex", ("stdlib-0.1m-0", "stdlib-0.1m-1", "stdlib-0.1m-2")
+
+
+def central_study() -> Study:
+    "Tiers 1 to 3 of the committed ledger."
+    return build_study(read_ledger(ROOT / "results/ledger"), [read_matrix((ROOT / f"studies/matrices/tier{i}.yaml").read_text()) for i in (1, 2, 3)])
 
 
 def opened(doc: str, out: Path, parts: tuple[str, ...]) -> tuple[Bench, dict[str, Any], Callable[[], None]]:

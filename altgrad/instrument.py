@@ -17,7 +17,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Iterator, Mapping, NamedTuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 import numpy as np
 import torch
@@ -388,10 +388,11 @@ def explain_end(
 def run_arm(
     arm: Arm,
     bench: Bench,
+    make: Callable[[GPT, Arm], Weights] = Weights,  # of the trained weights; one of your own may look on
 ) -> dict[str, Any]:  # plain values: what the ledger keeps of a run
     "Fine-tunes one arm and validates it; a function of `identity` alone, bit for bit on one machine."
     began, model = time.perf_counter(), bench.model(arm.checkpoint)
-    weights = Weights(model, arm)
+    weights = make(model, arm)
     start, scales = [p.detach().clone() for p in weights.used], [s.clone() for s in weights.scales()]
     before = _validate(model, arm, bench)
     losses, course = _train(model, weights, arm, bench)

@@ -392,7 +392,7 @@ class Sweep:
     "A matrix, a ledger and a bench."
     def __init__(self, matrix: Matrix, out: Path | str, bench: Bench):
         self.matrix, self.ledger, self.out = matrix, Ledger(out), Path(out)
-        self.bench = Bench(bench.folder, bench.data, matrix.task, bench.cache)
+        self.bench = bench.with_task(matrix.task)
         self.rows, self._ids = {row["run"]: row for row in self.ledger.rows() if not row.get("error")}, dict[Arm, str]()
 
     def run_id(self, arm: Arm) -> str:

@@ -114,10 +114,10 @@ RULES: dict[str, Callable] = {  # from the linear weights p, the config c, the r
 }
 
 # %% ../nbs/13_trainer.ipynb #3251a17e
+_HEADS = {None: "lm_head", "multilabel": "label_head"}  # by task
 _AT_LEAST = dict(max_steps=1, batch_size=1, block_size=1, grad_accum=1, lr=0, min_lr_ratio=0, warmup_steps=0, weight_decay=0,
                  beta1=0, beta2=0, grad_clip=0, dropout=0, rule_lr=0, damping=0, floor_octaves=0, eval_every=1, eval_windows=1, checkpoint_every=1, seed=0,
                  residual_clamp=0, monitor_every=0, shadow_every=1, converge_window=3)
-_HEADS = {"multilabel": "label_head"}  # of a task; the next token has lm_head
 _BELOW = dict(beta1=1, beta2=1, dropout=1, seed=2**63)
 
 # %% ../nbs/13_trainer.ipynb #b352d65b
@@ -135,7 +135,7 @@ def _check_config(c: TrainConfig) -> None:
     if c.format is not None and not (get_format(c.format).signed and get_format(c.format).has_zero):
         raise InputError(f"format {c.format} cannot hold weights: it must have a sign and a zero")
     preset(c.model)
-    if c.task is not None: _one_of("task", c.task, tuple(_HEADS))
+    if c.task not in _HEADS: raise unknown("task", c.task, [task for task in _HEADS if task])
     _one_of("storage", c.storage, ("fp32", *STORAGES))
     _one_of("rule", c.rule, tuple(RULES))
     if c.rule == "muon" and not hasattr(torch.optim, "Muon"): raise InputError(f"muon is torch's from version 2.9 on, and this is {torch.__version__}")
@@ -284,7 +284,7 @@ def make_optimizers(model: nn.Module, c: TrainConfig) -> list[torch.optim.Optimi
 def _quantize(model: GPT, c: TrainConfig) -> None:
     "Gives the model the points of the config: its rules first, then the head's if it has any, then everyone's."
     both = {"activation": c.activation, "gradient": c.gradient}
-    head = [LayerPrecisionRule(_HEADS.get(c.task or "", "lm_head"), c.head, **both)] if c.head else []
+    head = [LayerPrecisionRule(_HEADS[c.task], c.head, **both)] if c.head else []
     everyone = LayerPrecisionRule("*", c.format, weight_gradient=c.weight_gradient, **both)
     quantize_model(model, config=PrecisionConfig([*parse_rules(c.rules), *head, everyone]), skip=() if head else SKIP, seed=c.seed)
 
@@ -380,6 +380,8 @@ def _load(trainer: Trainer, corpus: Corpus | None) -> str:
     "Loads the corpus and returns its hash; InputError if it is too short, or if batches cannot be cut into equal parts."
     c = trainer.config
     trainer.corpus = corpus if corpus is not None else (load_labelled if c.task else load_corpus)(c.data, c.tokenizer)
+    if isinstance(trainer.corpus, LabelledCorpus) != (c.task == "multilabel"):
+        raise InputError(f"the corpus {trainer.corpus.name!r} is not one for task {c.task}")
     trainer.corpus.require(c.block_size)
     windows = len(trainer.corpus.validation(c.block_size, c.eval_windows)[0]) if world() > 1 else 0
     for name, count in (("batch_size", c.batch_size), ("eval_windows", windows)):
@@ -536,17 +538,17 @@ def evaluate(
     "What the fixed validation windows or documents say of the model."
     c, model, loss = trainer.config, trainer.model, 0.0
     x, y = trainer.corpus.validation(c.block_size, c.eval_windows)
-    said = torch.zeros_like(y) if c.task else None
+    said = torch.zeros_like(y)  # of labels: every logit, from whichever process
     model.eval()
     with rounded_once(model), _autocast(trainer):
-        for at in range(0, len(x), c.batch_size):
-            a, b = (part(t[at : at + c.batch_size]).to(trainer.device) for t in (x, y))
+        for batch in zip(*(t.split(c.batch_size) for t in (x, y, said))):
+            a, b = (part(t).to(trainer.device) for t in batch[:2])
             logits = model(a)
-            loss += loss_from(logits, b).item() * len(x[at : at + c.batch_size])
-            if said is not None: part(said[at : at + c.batch_size]).copy_(logits)
+            loss += loss_from(logits, b).item() * len(batch[0])
+            if c.task: part(batch[2]).copy_(logits)
     model.train()
     loss = total([torch.tensor(loss / world(), dtype=torch.float64)])[0].item() / len(x)
-    scores = label_scores(total([said])[0], y) if said is not None else {}
+    scores = label_scores(total([said])[0], y) if c.task else {}
     return {"val_loss": loss, "val_perplexity": perplexity(loss), **{f"val_{key}": value for key, value in scores.items()}}
 
 # %% ../nbs/13_trainer.ipynb #6ef3a0d5
@@ -729,7 +731,7 @@ def _results(trainer: Trainer) -> dict[str, Any]:
     rows = trainer.folder.metrics()
     column = lambda key: [row[key] for row in rows if row.get(key) is not None]
     mean = lambda key: statistics.fmean(column(key)) if column(key) else None
-    val = [{key: value for key, value in row.items() if key.startswith("val_") and key != "val_perplexity"} for row in rows if "val_loss" in row]
-    return {**(val[-1] if val else {"val_loss": None}), "skipped_updates": sum("skipped" in row for row in rows),
+    last = next((row for row in reversed(rows) if "val_loss" in row), {"val_loss": None})
+    return {**{key: last[key] for key in last if key.startswith("val_") and key != "val_perplexity"}, "skipped_updates": sum("skipped" in row for row in rows),
             "tokens_per_s": statistics.median(column("tokens_per_s") or [0.0]), "wall_clock_s": trainer.seconds,
             **{key: mean(key) for key in ("overflow_rate", "underflow_rate", "bit_stall_rate")}}
