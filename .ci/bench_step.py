@@ -1,23 +1,28 @@
 """Times training steps of GPTs whose linear layers round, against the same step unquantized, and the memory they need; writes nbs/results/bench_step.json.
 
-python .ci/bench_step.py                                 # 2 models x 2 batches, each case in a process of its own
+python .ci/bench_step.py                                 # two models, several batches, each case in a process of its own
 python .ci/bench_step.py --growth                        # 1M to 100M parameters as well, weights and all points
+python .ci/bench_step.py --peers FOLDER                  # beside torchao's float8 linear layers too, installed there by `pip install --target FOLDER torchao`
 """
 import argparse
+import importlib.metadata
+import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 
+from altgrad import quantize, surgery
 from altgrad.checkpoint import write_atomic
 from altgrad.model import GPT, GPTConfig, loss_of, preset
 from altgrad.monitors import memory_bytes
-from altgrad.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
+from altgrad.surgery import LayerPrecisionRule, PrecisionConfig, Quantizer, quantize_model, rounded_once
 from altgrad.tracking import machine, versions
 from altgrad.trainer import fast_bfloat16
 from bench_monitors import seconds
@@ -26,31 +31,51 @@ from verify import code_commit
 RESULT = Path(__file__).resolve().parent.parent / "nbs/results/bench_step.json"
 POINTS = {"none": {}, "weights": dict(weight="E4M3"), "weights and activations": dict(weight="E4M3", activation="E4M3"),
           "all": dict(weight="E4M3", activation="E4M3", gradient="E5M2")}
-MODELS = ("gpt-tiny", "gpt-10m")
-KINDS = {"eager": "auto", "kernels": "compiled", "model": "compiled"}  # nothing is compiled, the quantizer only, the whole model; and the path of the quantizer
-BATCHES = {"demo": (32, 64), "16 x 128": (16, 128), "8 x 128": (8, 128), "32 x 128": (32, 128), "64 x 128": (64, 128)}
+NATIVE = {"torchao emulated": True, "torchao float8": False}  # the second multiplies in FP8, on a GPU that can
+KINDS = {"eager": "eager", "kernels": "compiled", "model": "compiled"}  # what is compiled: nothing, the quantizer, the whole model; and the quantizer's path
+PARTS = {  # operators and marked calls, by the beginning of their names
+    "products": ("aten::mm", "aten::addmm"), "attention": ("aten::_scaled_dot_product",), "amax and scale": ("amax and scale",), "rounding": ("rounding",),
+    "GELU and LayerNorm": ("aten::gelu", "aten::native_layer_norm"), "optimizer": ("Optimizer.step",)}
+BATCHES = {"demo": (32, 64), "16 x 128": (16, 128), "8 x 128": (8, 128), "32 x 128": (32, 128), "64 x 128": (64, 128), "64 x 256": (64, 256), "256 x 256": (256, 256)}
+SIZES = {"cpu": {"gpt-tiny": ("demo", "16 x 128", "8 x 128", "32 x 128", "64 x 128"), "gpt-10m": ("demo", "16 x 128")},
+         "cuda": {"gpt-tiny": ("demo", "16 x 128"), "gpt-10m": ("8 x 128", "16 x 128", "32 x 128", "64 x 128", "64 x 256", "256 x 256")}}
 GROWTH = {"1M": GPTConfig(5, 4, 128), "3M": GPTConfig(4, 8, 256), "10M": preset("gpt-10m"), "25M": GPTConfig(8, 8, 512), "100M": GPTConfig(14, 12, 768)}
+
+
+def convert(model: GPT, arm: str) -> None:
+    "Gives the model the points of an arm, ours or torchao's with the same formats and one scale a tensor from its own amax."
+    if arm in NATIVE:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(model, config=Float8LinearConfig(emulate=NATIVE[arm]), module_filter_fn=lambda _, name: "lm_head" not in name)
+    elif POINTS[arm]: quantize_model(model, config=PrecisionConfig([LayerPrecisionRule("*", **POINTS[arm])]))
+
+
+def native_arms(device: str) -> list[str]:
+    "Those of torchao's arms that can run here."
+    if importlib.util.find_spec("torchao") is None: return []
+    real = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+    return [arm for arm, emulated in NATIVE.items() if emulated or real]
 
 
 def make_step(config: GPTConfig, points: str, batch: tuple[int, int], device: str, dtype: torch.dtype, compiled: bool):
     "A training step: forward, backward, clipping, fused AdamW."
     torch.manual_seed(0)
     model = GPT(config).to(device)
-    if POINTS[points]: quantize_model(model, config=PrecisionConfig([LayerPrecisionRule("*", **POINTS[points])]))
+    convert(model, points)
     run = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(256, (batch[0], batch[1] + 1), device=device)
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16): loss = loss_of(run, tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
+        with rounded_once(model):
+            with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16): loss = loss_of(run, tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
     return step
-
-
 
 
 def measure(config: GPTConfig, batch: tuple[int, int], names: list[str], options: argparse.Namespace, compiled: bool) -> dict:
@@ -65,14 +90,40 @@ def measure(config: GPTConfig, batch: tuple[int, int], names: list[str], options
     return {"median_ms": {name: round(statistics.median(t), 2) for name, t in times.items()}, "ratio": ratio}
 
 
+def marked(owner: object, name: str, mark: str) -> None:
+    "Lets the profiler see the calls of a function under a name."
+    function = getattr(owner, name)
+
+    def call(*args, **more):
+        with torch.profiler.record_function(mark): return function(*args, **more)
+
+    setattr(owner, name, call)
+
+
+def profile(step, device: str, steps: int = 5) -> dict[str, float]:
+    "Milliseconds a step by part, and of everything else."
+    marked(Quantizer, "scale", "amax and scale"), marked(quantize, "_run", "rounding"), marked(surgery, "scale_of", "amax and scale")
+    for _ in range(2): step()
+    began = time.perf_counter()
+    with torch.profiler.profile() as seen:
+        for _ in range(steps): step()
+        if device == "cuda": torch.cuda.synchronize()
+    whole = time.perf_counter() - began
+    spent = [(e.key, e.device_time_total if device == "cuda" else e.cpu_time_total) for e in seen.key_averages()]
+    parts = {part: sum(t for key, t in spent if key.startswith(names)) / 1e6 for part, names in PARTS.items()}
+    return {part: round(1e3 * t / steps, 2) for part, t in (parts | {"other": whole - sum(parts.values())}).items()}
+
+
 def case(options: argparse.Namespace) -> dict:
     "One case, in this process."
     kind, model, batch, names = options.case
+    sys.path += options.peers
     config, size, names = GROWTH[model] if model in GROWTH else preset(model), BATCHES[batch], names.split(",")
     if kind == "memory":
         step = make_step(config, names[0], size, options.device, getattr(torch, options.dtype), False)
         for _ in range(3): step()
         return {"bytes": memory_bytes(torch.device(options.device))}
+    if kind == "profile": return {"ms": profile(make_step(config, names[0], size, options.device, getattr(torch, options.dtype), False), options.device)}
     return measure(config, size, names, options, kind == "model")
 
 
@@ -80,7 +131,7 @@ def run_case(options: argparse.Namespace, kind: str, model: str, batch: str, nam
     "A case in a process of its own, so that none finds another's memory or kernels."
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--case", kind, model, batch, ",".join(names), "--rounds", str(options.rounds), "--device", options.device,
-                   "--dtype", options.dtype, "--out", f"{folder}/case.json"]
+                   "--dtype", options.dtype, "--out", f"{folder}/case.json", "--peers", *options.peers]
         env = {**os.environ, "ALTGRAD_PATH": path, "OMP_NUM_THREADS": str(options.threads)}
         subprocess.run(command, env=env, check=True)
         return json.loads(Path(folder, "case.json").read_text())
@@ -88,16 +139,19 @@ def run_case(options: argparse.Namespace, kind: str, model: str, batch: str, nam
 
 def cases(options: argparse.Namespace):
     "Every case, as it is measured."
-    names = list(POINTS)
-    for model in options.models:
-        for batch in options.batches:
+    names = [*POINTS, *native_arms(options.device)]
+    for model, batches in SIZES[options.device].items():
+        if model not in options.models: continue
+        for batch in batches:
             for kind, path in KINDS.items():
                 row = {"model": model, "batch": batch, "kind": kind, **run_case(options, kind, model, batch, names, path)}
                 ratios = "  ".join(f"{k} {v:.2f}" for k, v in row["ratio"].items())
                 print(f"{model:>8} {batch:>9} {kind:<8} {ratios}  ({row['median_ms']['none']:.0f} ms)", flush=True)
                 yield row
-        used = {name: run_case(options, "memory", model, options.batches[0], [name])["bytes"] for name in names}
-        yield {"model": model, "batch": options.batches[0], "kind": "memory", "bytes": used}
+        used = {name: run_case(options, "memory", model, batches[0], [name])["bytes"] for name in names}
+        yield {"model": model, "batch": batches[0], "kind": "memory", "bytes": used}
+        spent = {name: run_case(options, "profile", model, batches[0], [name], "compiled")["ms"] for name in ("none", "weights", "all")}
+        yield {"model": model, "batch": batches[0], "kind": "profile", "ms": spent}
     for model in GROWTH if options.growth else ():
         yield {"model": model, "batch": "8 x 128", "kind": "kernels", "growth": True,
                **run_case(options, "kernels", model, "8 x 128", ["none", "weights", "all"], "compiled")}
@@ -110,17 +164,19 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16" if fast_bfloat16(torch.device("cuda" if torch.cuda.is_available() else "cpu")) else "float32",
                         choices=("float32", "bfloat16"), help="of the products in both arms (default: as the trainer does)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS)
-    parser.add_argument("--batches", nargs="*", default=("demo", "16 x 128"), choices=list(BATCHES))
+    parser.add_argument("--models", nargs="*", default=("gpt-tiny", "gpt-10m"), choices=("gpt-tiny", "gpt-10m"))
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--peers", nargs="*", default=os.environ.get("PEERS", "").split(), help="folders with packages that are not installed")
     parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     if options.case:
         write_atomic(options.out, json.dumps(case(options)))
         return
+    sys.path += options.peers
     commit, found = code_commit(), json.loads(options.out.read_text()) if options.out.is_file() else {}
-    found[f"{options.device} {options.dtype}"] = {"machine": machine(torch.device(options.device)), "versions": versions(), "git_commit": commit,
+    peers = {"torchao": importlib.metadata.version("torchao")} if native_arms(options.device) else {}
+    found[f"{options.device} {options.dtype}"] = {"machine": machine(torch.device(options.device)), "versions": versions() | peers, "git_commit": commit,
                                                   "rounds": options.rounds, "threads": options.threads, "cases": list(cases(options))}
     write_atomic(options.out, json.dumps(found, indent=1) + "\n")
 

@@ -48,7 +48,6 @@ class _How(NamedTuple):
     minus_zero: bool  # and a -0
 
 # %% ../nbs/01_quantize.ipynb #7e986692
-@cache
 def _grid(fmt: FP8Format, dtype: torch.dtype) -> tuple[_Grid, tuple]:
     "The numbers of a format for input of a dtype, and the last fields of `_How`."
     wide = dtype != torch.float64 and not (fmt.max_exponent < 100 and fmt.min_exponent > -100)
@@ -250,11 +249,12 @@ def _numbers(g: _Grid, wide: bool, device: torch.device) -> Tensor:
 
 # %% ../nbs/01_quantize.ipynb #df7b91e9
 PATHS = ("auto", "eager", "compiled")
-_FROM = {"cpu": 1 << 20, "cuda": 1 << 16}  # elements from which on `auto` compiles
-_state = {"path": "auto", "broken": False}
+_FROM = 1 << 16  # elements of a tensor from which on a compiled kernel is faster
+_AFTER = {"cpu": 1 << 32, "cuda": 0}  # elements of such tensors rounded eagerly, some ten seconds, after which `auto` takes the time to compile
+_state = {"path": "auto", "broken": False, "rounded": 0}
 
 def set_path(
-    path: str,  # auto: by size and device; eager; compiled: for every size
+    path: str,  # auto: by size and device, when enough was rounded to make up for compiling; eager; compiled: for every size, at once
 ) -> str:  # the path until now, to be set back
     "Chooses how all later calls compute, never what; InputError for an unknown path."
     if path not in PATHS: raise unknown("path", path, PATHS)
@@ -265,10 +265,10 @@ _ = set_path(os.environ.get("ALTGRAD_PATH", "auto"))
 
 # %% ../nbs/01_quantize.ipynb #edb36d0a
 def _worth_compiling(x: Tensor) -> bool:
-    "Whether the setting, the device and the size speak for the compiled kernel."
+    "Whether the setting, the device, the size and what was rounded so far speak for the compiled kernel."
     device = x.device.type
     if _state["path"] == "eager" or _state["broken"] or device not in _STRICT or x.numel() >= 1 << 31: return False
-    return _state["path"] == "compiled" or x.numel() >= _FROM[device]
+    return _state["path"] == "compiled" or x.numel() >= _FROM and _state["rounded"] >= _AFTER[device]
 
 def _attempt(compiled: Callable[[], Any]) -> Any:
     "What a compiled kernel returns, or None where it cannot: the first failure is reported and ends all attempts."
@@ -286,6 +286,7 @@ def _compute(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: _Grid, 
         numbers = _numbers(g, how.wide or how.out == torch.float64, x.device)
         y = _attempt(lambda: _compiled(how, x.device.type)(x.detach(), scale, inverse, numbers, coins))
         if y is not None: return y
+    if x.numel() >= _FROM: _state["rounded"] += x.numel()
     return _eager(x, scale, inverse, g, how, words, noise)
 
 # %% ../nbs/01_quantize.ipynb #a0484283
@@ -305,8 +306,7 @@ def _flat(x: Tensor, scale: Tensor | None, noise: Tensor | None) -> tuple[Tensor
     rows = scale.numel()
     return x.view(rows, -1), scale.reshape(rows, 1), noise if noise is None else noise.view(rows, -1)
 
-@lru_cache(4096)
-def _plan(fmt: FP8Format, dtype: torch.dtype, rounding: str, overflow: str, random_bits: int, multiply: bool, scaling: str) -> tuple[_Grid, _How, float]:
+def _plan_of(fmt: FP8Format, dtype: torch.dtype, rounding: str, overflow: str, random_bits: int, multiply: bool, scaling: str) -> tuple[_Grid, _How, float]:
     "The numbers and the kernel for a call, and the scale beyond which a value could exceed what `dtype` holds. What makes no difference is set to one value."
     g, (wide, powers, even_bias, zero, minus_zero) = _grid(fmt, dtype)
     top = torch.finfo(dtype).max / max(-fmt.min, fmt.max) if overflow == "saturate" else math.inf
@@ -314,6 +314,8 @@ def _plan(fmt: FP8Format, dtype: torch.dtype, rounding: str, overflow: str, rand
     if overflow == "raise": overflow = "saturate"
     if rounding != "nearest": powers = even_bias = False
     return g, _How(rounding, overflow, random_bits, multiply, scaling, dtype, False, wide, powers, even_bias, zero or overflow == "saturate", minus_zero), top
+
+_plan = lru_cache(4096)(_plan_of)  # where no compiler reads along
 
 # %% ../nbs/01_quantize.ipynb #ad5f3d7b
 def _run(x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP8Format, rounding: str, overflow: str, random_bits: int,
@@ -379,6 +381,29 @@ def _batched(call: Callable, info, in_dims, x, scale, key, fmt, rounding, overfl
 
 _operator.register_vmap(partial(_batched, _operator))
 
+# %% ../nbs/01_quantize.ipynb #8f59f33f
+class _Fused(torch.autograd.Function):
+    "The rounding as a compiler may read it, with a straight-through gradient."
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, scale, fmt, rounding):
+        g, how, top = _plan_of(fmt, x.dtype, rounding, "saturate", 24, True, "none" if scale is None else "divide")
+        if top < math.inf: how = how._replace(clip=True)
+        return _kernel(x, scale, None, g, how, None, unit_in_first_place).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output): pass
+
+    @staticmethod
+    def backward(ctx, grad): return grad, None, None, None
+
+def _is_fusible(x: Tensor, key: Any, rounding: str, overflow: str, random_bits: int, batch: int, multiply: bool, gradient: str) -> bool:
+    "Whether a call is of the usual kind, and torch compiles exact arithmetic for its device."
+    usual = (overflow, multiply, gradient) == ("saturate", True, "straight_through")
+    return usual and key is None and not batch and x.device.type == "cpu" and x.numel() > 0 and not torch.compiler.is_exporting()
+
+
 # %% ../nbs/01_quantize.ipynb #be1b6109
 class _Estimator(torch.autograd.Function):
     "The same forward pass and gradient, without the operator."
@@ -396,11 +421,15 @@ def _is_plain(*tensors: Tensor | int | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack(): return False
     return all(t is None or type(t) in (Tensor, torch.nn.Parameter, int) for t in tensors)
 
+def _is_concrete(*tensors: Tensor | int | None) -> bool:
+    "Whether the numbers in the tensors may be looked at: no transform is watching either."
+    return _is_plain(*tensors) and not torch._C._are_functorch_transforms_active()
+
 def _estimate(x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP8Format, *how) -> Tensor:
     "Rounds by the shortest way that is open."
     plain = _is_plain(x, scale, key)
-    transformed = plain and torch._C._are_functorch_transforms_active()
-    if plain and not transformed and not (x.requires_grad and torch.is_grad_enabled()): return _run(x, scale, key, fmt, *how[:-1])
+    if torch.compiler.is_dynamo_compiling() and _is_fusible(x, key, *how): return _Fused.apply(x, scale, fmt, how[0])
+    if _is_concrete(x, scale, key) and not (x.requires_grad and torch.is_grad_enabled()): return _run(x, scale, key, fmt, *how[:-1])
     if isinstance(key, int): key = torch.tensor(key, dtype=torch.int64, device=x.device)
     return (_Estimator.apply if plain else _operator)(x, scale, key, _spec(fmt), *how)
 

@@ -11,7 +11,7 @@ __all__ = ['RECIPES', 'GRADIENT_FORMAT', 'POINTS', 'PARTED', 'CLASSES', 'SKIP', 
 
 # %% ../nbs/07_surgery.ipynb #b4b6acb8
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .formats import FP8Format, InputError, get_format, unknown
 from .parallel import key_from, largest, rank, total, world
-from .quantize import ROUNDING, _is_plain, fake_quantize, rounding_key
+from .quantize import CHUNK, ROUNDING, _is_concrete, fake_quantize, rounding_key
 from .scaling import AmaxAverage, AmaxFirst, AmaxHistory, Scaling, amax_of, compute_scale, scale_of
 from .storage import GridTensor
 
@@ -86,9 +86,15 @@ class _Watched(torch.autograd.Function):
     def backward(ctx, grad): return grad, None, None, None
 
 # %% ../nbs/07_surgery.ipynb #40e13808
+@cache
+def _is_bfloat16(fmt: FP8Format) -> bool:
+    "Whether bfloat16 holds every value of the format."
+    values = fmt.values[fmt.values.isfinite()]
+    return torch.equal(values.bfloat16().to(values.dtype), values)
+
 def _amax(q: "Quantizer", x: Tensor) -> Tensor:
     "The largest magnitude of the tensor that `x` is, or is this process's part of."
-    amax = x.detach().abs().amax()
+    amax = amax_of(x)
     return largest(amax) if q.parted else amax
 
 def _next_key(q: "Quantizer", x: Tensor, advance: bool) -> int:
@@ -117,6 +123,7 @@ class Quantizer:
         "Rounds so from now on; amaxes are collected anew."
         memory, self.precision = RECIPES[precision.scaling], precision
         self.scaling = memory and Scaling(precision.format, memory())
+        self.is_bfloat16 = _is_bfloat16(precision.format)
 
     def scale(self, x: Tensor, advance: bool = False) -> Tensor:
         "The divisor for `x`, broadcastable to it; enters its amax into the memory if asked to."
@@ -149,7 +156,7 @@ def fast_bfloat16(device: torch.device) -> bool:
     flags = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return device.type == "cpu" and any(getattr(torch.cpu, flag, lambda: False)() for flag in flags)
 
-@cache
+@torch.compiler.assume_constant_result
 def _has_switch() -> bool:
     "Whether float32 products can be narrowed on this CPU, and are faster then."
     return fast_bfloat16(torch.device("cpu")) and hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")
@@ -165,22 +172,16 @@ def _narrow_products() -> Iterator[None]:
         try: yield
         finally: mkldnn.matmul.fp32_precision = "none" if before == mkldnn.fp32_precision else before  # none: what the whole of mkldnn has
 
-@cache
-def _is_bfloat16(fmt: FP8Format) -> bool:
-    "Whether bfloat16 holds every value of the format."
-    values = fmt.values[fmt.values.isfinite()]
-    return torch.equal(values.bfloat16().to(values.dtype), values)
-
 def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
     "Whether the product of a layer's rounded input and weight may take them for bfloat16."
-    if not _is_plain(x, w) or torch._C._are_functorch_transforms_active() or not x.dtype == w.dtype == torch.float32: return False
+    if not (_is_concrete(x, w) or torch.compiler.is_dynamo_compiling()) or not x.dtype == w.dtype == torch.float32: return False
     if x.device.type != "cpu" or not x.numel() or not w.numel() or torch.is_autocast_enabled("cpu"): return False
     return _has_switch() and _has_narrow_factors(layer)
 
 # %% ../nbs/07_surgery.ipynb #9f8e6d4a
 def _has_narrow_factors(layer: "QuantizedLinear") -> bool:
     "Whether weight and input of a layer are rounded to bfloat16 numbers."
-    return all(kind in layer.points and _is_bfloat16(layer.points[kind].precision.format) for kind in ("weight", "activation"))
+    return all(kind in layer.points and layer.points[kind].is_bfloat16 for kind in ("weight", "activation"))
 
 def multiplies_narrow(
     model: nn.Module,
@@ -192,20 +193,33 @@ def multiplies_narrow(
     return device.type == "cpu" and dtype == torch.float32 and _has_switch() and any(map(_has_narrow_factors, layers))
 
 # %% ../nbs/07_surgery.ipynb #88364413
+@torch.library.custom_op("altgrad::narrow_product", mutates_args=())
+def _narrow_product(a: Tensor, b: Tensor) -> Tensor:
+    with _narrow_products(): return a @ b
+
+@_narrow_product.register_fake
+def _product_shape(a, b): return a.new_empty(a.shape[0], b.shape[1])
+
+def _multiply(a: Tensor, b: Tensor, narrow: bool) -> Tensor:
+    "The product of two matrices; to a compiler, which must not see the switch, a narrow one is an operator."
+    if not narrow: return a @ b
+    if torch.compiler.is_compiling(): return _narrow_product(a, b)
+    with _narrow_products(): return a @ b
+
 class _Product(torch.autograd.Function):
     "`F.linear` of factors that are bfloat16 numbers."
     @staticmethod
     def forward(ctx, x, w, gradient_too):
         ctx.save_for_backward(x, w)
         ctx.gradient_too = gradient_too
-        with _narrow_products(): return F.linear(x, w)
+        return _multiply(x.reshape(-1, x.shape[-1]), w.T, True).view(*x.shape[:-1], w.shape[0])
 
     @staticmethod
     def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        with _narrow_products() if ctx.gradient_too else nullcontext():
-            gx = g @ w if ctx.needs_input_grad[0] else None
-            gw = g.reshape(-1, g.shape[-1]).T @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        (x, w), narrow = ctx.saved_tensors, ctx.gradient_too
+        rows = g.reshape(-1, g.shape[-1])
+        gx = _multiply(rows, w, narrow).view(x.shape) if ctx.needs_input_grad[0] else None
+        gw = _multiply(rows.T, x.reshape(-1, x.shape[-1]), narrow) if ctx.needs_input_grad[1] else None
         return gx, gw, None
 
 # %% ../nbs/07_surgery.ipynb #32638731
@@ -279,7 +293,7 @@ def _round_gradient(y: Tensor, layer: Quantized) -> Tensor:
 def _output(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> Tensor:
     "The product of rounded factors plus the bias."
     point = layer.points.get("gradient")
-    if _fits_narrow(layer, x, w): y = _Product.apply(x, w, point is not None and _is_bfloat16(point.precision.format))
+    if _fits_narrow(layer, x, w): y = _Product.apply(x, w, point is not None and point.is_bfloat16)
     elif point is None: return F.linear(x, w, layer.bias)
     else: y = F.linear(x, w)
     y = _round_gradient(y, layer)
@@ -542,20 +556,41 @@ def round_weight_gradients(model: nn.Module) -> None:
         if isinstance(m, Quantized) and "weight_gradient" in m.points and m.weight.grad is not None:
             m.weight.grad = m.points["weight_gradient"](m.weight.grad)
 
+# %% ../nbs/07_surgery.ipynb #82055948
+def _stackable(layer: Quantized) -> bool:
+    "Whether a weight is small, and rounded by nothing but its own amax, to nearest."
+    q = layer.points["weight"]
+    plain = q.precision == Precision(q.precision.format) and q.probe is None and not q.fit
+    return plain and type(layer.weight) is nn.Parameter and 0 < layer.weight.numel() <= CHUNK
+
+def _stacks(layers: Iterable[Quantized]) -> Iterable[list[Quantized]]:
+    "Layers whose weights can be rounded as one tensor with a row for each."
+    found: dict[tuple, dict[int, Quantized]] = {}
+    for m in filter(_stackable, layers): found.setdefault((m.weight_format, m.weight.shape, m.weight.dtype, m.weight.device), {})[id(m.weight)] = m
+    return [list(stack.values()) for stack in found.values()]
+
+def _round_stacks(layers: list[Quantized]) -> None:
+    "Rounds small weights of one format and shape together: one operator for all of them, instead of one for each."
+    for stack in _stacks(layers):
+        rows, fmt = torch.stack([m.weight.detach().flatten() for m in stack]), stack[0].weight_format
+        for m, row in zip(stack, fake_quantize(rows, fmt, scale_of(rows, fmt, "channel"))): m.kept = [row.view_as(m.weight)]
+
 @contextmanager
 def rounded_once(
     model: nn.Module,
     leaves: bool = False,  # for a compiler, which takes plain tensors: a grid's values are leaves, whose gradients become the weights' at the end
 ) -> Iterator[None]:
-    "Inside, where weights must not change, each is rounded (or read from the grid) at its first use only: for micro-batches, and for evaluation."
+    "Inside, where weights must not change, each is rounded (or read from the grid) at its first use only, or before it: for micro-batches, and for evaluation."
     layers = [m for _, m in quantized_layers(model)]
     read = [m for m in layers if leaves and isinstance(m.weight, GridTensor)]
     for m in layers: m.kept = [m.weight.data.dequantize().requires_grad_()] if m in read else []
+    _round_stacks(layers)
     try: yield
     finally:
         for m in read: m.weight.grad = m.kept[0].grad
         for m in layers: m.kept = None
 
+# %% ../nbs/07_surgery.ipynb #431a91c7
 @contextmanager
 def high_precision(model: nn.Module) -> Iterator[None]:
     "Inside, the model computes as if it had no points (weights on a grid stay there); nothing is remembered."

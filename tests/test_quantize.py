@@ -260,10 +260,16 @@ def test_unregistered_format_travels_through_the_operator():
     assert torch.equal(torch.compile(lambda x: fake_quantize(x, fmt), backend="eager", fullgraph=True)(x), fake_quantize(x, fmt))
 
 
-def test_auto_takes_the_compiled_path_only_for_large_tensors(monkeypatch):
-    monkeypatch.setattr(Q, "_FROM", {"cpu": 1000, "cuda": 1000})
+def test_auto_compiles_for_large_tensors_after_many(monkeypatch):
+    monkeypatch.setattr(Q, "_FROM", 1000)
+    monkeypatch.setattr(Q, "_AFTER", {"cpu": 2500, "cuda": 0})
+    monkeypatch.setitem(Q._state, "rounded", 0)
     before = set_path("auto")
-    try: assert Q._worth_compiling(torch.empty(1000)) and not Q._worth_compiling(torch.empty(999)) and not Q._worth_compiling(torch.empty(2000, device="meta"))
+    try:
+        for n in (999, 1000, 999, 1500, 999):
+            assert not Q._worth_compiling(torch.empty(n))
+            fake_quantize(torch.zeros(n), "E4M3")
+        assert Q._worth_compiling(torch.empty(1000)) and not Q._worth_compiling(torch.empty(999)) and not Q._worth_compiling(torch.empty(2000, device="meta"))
     finally: set_path(before)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
