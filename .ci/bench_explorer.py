@@ -13,7 +13,8 @@ import torch
 
 from altgrad.checkpoint import write_atomic
 from altgrad.explorer import Explorer, Setting, toy_path
-from altgrad.tracking import git_commit, machine, versions
+from altgrad.tracking import machine, versions
+from verify import code_commit
 
 RESULT = Path(__file__).resolve().parent.parent / "nbs/results/bench_explorer.json"
 STARTS = (Setting(), Setting("E0M7", "student t, 2 degrees"), Setting("E5M2", rounding="stochastic", rule="RiemannianAdamW"))  # fast, dense, slow
@@ -56,7 +57,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = {"machine": machine(), "versions": versions(), "commit": git_commit(), "target_ms": TARGET, "rows": measure(args.rounds)}
+    found = {"machine": machine(), "versions": versions(), "git_commit": code_commit(), "target_ms": TARGET, "rows": measure(args.rounds)}
     write_atomic(args.out, json.dumps(found, indent=1) + "\n")
     for name, row in found["rows"].items():
         print(f"{name:14} {row['updates']:4} updates, median {row['median_ms']:6.1f} ms, slowest {row['slowest_ms']:6.1f} ms")

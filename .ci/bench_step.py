@@ -31,12 +31,14 @@ from verify import code_commit
 RESULT = Path(__file__).resolve().parent.parent / "nbs/results/bench_step.json"
 POINTS = {"none": {}, "weights": dict(weight="E4M3"), "weights and activations": dict(weight="E4M3", activation="E4M3"),
           "all": dict(weight="E4M3", activation="E4M3", gradient="E5M2")}
-NATIVE = {"torchao emulated": True, "torchao float8": False}  # the second multiplies in FP8, on a GPU that can
+NATIVE = {f"torchao {how}{scale}": dict(emulate=how == "emulated", round_scales_to_power_of_2=bool(scale))  # float8 multiplies in FP8, on a GPU that can
+          for how in ("emulated", "float8") for scale in ("", ", powers of two")}
 KINDS = {"eager": "eager", "kernels": "compiled", "model": "compiled"}  # what is compiled: nothing, the quantizer, the whole model; and the quantizer's path
 PARTS = {  # operators and marked calls, by the beginning of their names
     "products": ("aten::mm", "aten::addmm"), "attention": ("aten::_scaled_dot_product",), "amax and scale": ("amax and scale",), "rounding": ("rounding",),
     "GELU and LayerNorm": ("aten::gelu", "aten::native_layer_norm"), "optimizer": ("Optimizer.step",)}
-BATCHES = {"demo": (32, 64), "16 x 128": (16, 128), "8 x 128": (8, 128), "32 x 128": (32, 128), "64 x 128": (64, 128), "64 x 256": (64, 256), "256 x 256": (256, 256)}
+BATCHES = {"demo": (32, 64), "16 x 128": (16, 128), "8 x 128": (8, 128), "32 x 128": (32, 128), "64 x 128": (64, 128),
+           "64 x 256": (64, 256), "256 x 256": (256, 256)}
 SIZES = {"cpu": {"gpt-tiny": ("demo", "16 x 128", "8 x 128", "32 x 128", "64 x 128"), "gpt-10m": ("demo", "16 x 128")},
          "cuda": {"gpt-tiny": ("demo", "16 x 128"), "gpt-10m": ("8 x 128", "16 x 128", "32 x 128", "64 x 128", "64 x 256", "256 x 256")}}
 GROWTH = {"1M": GPTConfig(5, 4, 128), "3M": GPTConfig(4, 8, 256), "10M": preset("gpt-10m"), "25M": GPTConfig(8, 8, 512), "100M": GPTConfig(14, 12, 768)}
@@ -47,7 +49,7 @@ def convert(model: GPT, arm: str) -> None:
     if arm in NATIVE:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        convert_to_float8_training(model, config=Float8LinearConfig(emulate=NATIVE[arm]), module_filter_fn=lambda _, name: "lm_head" not in name)
+        convert_to_float8_training(model, config=Float8LinearConfig(**NATIVE[arm]), module_filter_fn=lambda _, name: "lm_head" not in name)
     elif POINTS[arm]: quantize_model(model, config=PrecisionConfig([LayerPrecisionRule("*", **POINTS[arm])]))
 
 
@@ -55,7 +57,7 @@ def native_arms(device: str) -> list[str]:
     "Those of torchao's arms that can run here."
     if importlib.util.find_spec("torchao") is None: return []
     real = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
-    return [arm for arm, emulated in NATIVE.items() if emulated or real]
+    return [arm for arm, how in NATIVE.items() if how["emulate"] or real]
 
 
 def make_step(config: GPTConfig, points: str, batch: tuple[int, int], device: str, dtype: torch.dtype, compiled: bool):
@@ -139,7 +141,7 @@ def run_case(options: argparse.Namespace, kind: str, model: str, batch: str, nam
 
 def cases(options: argparse.Namespace):
     "Every case, as it is measured."
-    names = [*POINTS, *native_arms(options.device)]
+    names = [*POINTS, *(arm for arm in native_arms(options.device) if not NATIVE[arm]["round_scales_to_power_of_2"])]
     for model, batches in SIZES[options.device].items():
         if model not in options.models: continue
         for batch in batches:

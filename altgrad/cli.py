@@ -79,6 +79,7 @@ def _add_sweep(commands: Any) -> None:
                        help="how the runs are made (default: local, one after another in each worker); ray needs altgrad[ray]; batched trains many at once")
     sweep.add_argument("--replicas", type=int, metavar="N", help="runs that a worker of --executor batched trains at once (default: 8, on a GPU 128)")
     sweep.add_argument("--ray-address", metavar="HOST:PORT", help="of a running Ray cluster (default: that of this machine, else one of its own)")
+    sweep.add_argument("--ray-gpus", type=float, default=0.0, metavar="SHARE", help="of a GPU that a run takes in a Ray cluster (default: 0, the CPUs)")
     sweep.add_argument("--dry-run", action="store_true", help="list the next runs and what they cost, and run nothing")
     words = "make one run of a ledger again and say whether it agrees"
     replay = commands.add_parser("replay", help=words, description=words)
@@ -252,7 +253,7 @@ def _sweep(args: argparse.Namespace) -> int:
     from altgrad.sweep import Sweep, compact, describe, read_matrix
 
     if args.workers is not None and args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
-    if args.executor != "ray" and args.ray_address: raise InputError("--ray-address needs --executor ray")
+    if args.executor != "ray" and (args.ray_address or args.ray_gpus): raise InputError("--ray-address and --ray-gpus need --executor ray")
     if args.executor == "ray" and args.workers: raise InputError("--workers is not for --executor ray; a Ray cluster has as many as it has CPUs")
     if args.replicas is not None and (args.executor != "batched" or args.replicas < 1): raise InputError("--replicas is at least 1, and for --executor batched")
     workers = args.workers or 1
@@ -282,7 +283,7 @@ def _pool(args: argparse.Namespace, sweep: Any) -> Any:
         return Batches((b.folder, b.data, b.task, b.cache), args.replicas or {"cpu": 8, "cuda": 128}[device], args.workers or 1, device)
     from altgrad.cluster import RayWorkers
 
-    return RayWorkers(sweep, args.ray_address)
+    return RayWorkers(sweep, args.ray_address, gpus=args.ray_gpus)
 
 def _max_lr(args: argparse.Namespace) -> int:
     "`altgrad max-lr FORMAT...`"

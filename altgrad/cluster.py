@@ -18,19 +18,27 @@ import torch
 from . import sweep
 from .formats import InputError
 from .instrument import Arm, Bench, identity, run_id
+from .replicas import _work_batch, kind_of
 
 # %% ../nbs/14f_cluster.ipynb #ac2811e1
 _STARTED: tuple | None = None  # what this process's bench was made from
 
-def _work_on_node(setup: tuple, run: str, arm: Arm) -> dict[str, Any]:
-    "One run in a process of the cluster."
+def _work_on_node(setup: tuple, run: str, arm: Arm, device: str | None) -> dict[str, Any]:
+    "One run in a process of the cluster, on a device if one is named."
     global _STARTED
     if _STARTED != setup:
         torch.set_num_threads(1)
         sweep._BENCH, _STARTED = Bench(*setup), setup
     try: here = run_id(identity(arm, sweep._BENCH))
     except (InputError, OSError) as e: return {"error": f"this machine lacks something: {' '.join(str(e).split())[:300]}"}
-    return sweep._work(arm) if here == run else {"error": f"this machine has another text or checkpoint: its run would be {here}"}
+    if here != run: return {"error": f"this machine has another text or checkpoint: its run would be {here}"}
+    return sweep._work(arm) if device is None or not _stacks(arm) else _work_batch([arm], device)[0]
+
+def _stacks(arm: Arm) -> bool:
+    "Whether the engine that knows GPUs can make a run; the other one makes the rest."
+    try: kind_of(arm)
+    except InputError: return False
+    return True
 
 # %% ../nbs/14f_cluster.ipynb #68d3eb91
 def _knock(address: str) -> None:
@@ -64,8 +72,10 @@ class RayWorkers:
         address: str | None = None,  # of the cluster; None takes the one of this machine, or starts one for as long as the sweep lasts
         cpus: float = 1.0,  # that a run takes
         retries: int = 3,  # of a run whose worker or machine dies
+        gpus: float = 0.0,  # share of a GPU that a run takes, up to 1; it is made there by the engine of `altgrad.replicas`
     ):
-        self.sweep, self.address, self.cpus, self.retries = of, address, cpus, retries
+        if not 0 <= gpus <= 1: raise InputError(f"a run takes a share of one GPU, from 0 to 1, not {gpus}")
+        self.sweep, self.address, self.cpus, self.retries, self.gpus, self.device = of, address, cpus, retries, gpus, "cuda" if gpus else None
         self.setup = of.bench.folder.absolute(), {label: _absolute(data) for label, data in of.bench.data.items()}, of.bench.task, of.bench.cache
 
     def __enter__(self) -> "RayWorkers":
@@ -73,8 +83,11 @@ class RayWorkers:
         except ModuleNotFoundError: raise InputError("--executor ray needs the package ray (pip install 'altgrad[ray]')") from None
         self.ray, self.owner = ray, not ray.is_initialized()
         if self.owner: _connect(ray, self.address)
-        self.task = ray.remote(num_cpus=self.cpus, max_retries=self.retries)(_work_on_node)
-        self.count, self.pool = max(1, int(ray.cluster_resources().get("CPU", 1) / self.cpus)), self
+        there = ray.cluster_resources()
+        if self.gpus and not there.get("GPU"): raise InputError("no machine of the Ray cluster has a GPU; without --ray-gpus the runs use the CPUs")
+        self.task = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=self.retries)(_work_on_node)
+        shares = [there.get(kind, 1) / share for kind, share in (("CPU", self.cpus), ("GPU", self.gpus)) if share]
+        self.count, self.pool = max(1, int(min(shares))), self
         return self
 
     def __exit__(self, *_) -> None:
@@ -82,6 +95,6 @@ class RayWorkers:
 
     def submit(self, work: Callable, arm: Arm) -> Future:
         "A run, somewhere; its future holds the row, or the error."
-        return self.task.remote(self.setup, self.sweep.run_id(arm), arm).future()
+        return self.task.remote(self.setup, self.sweep.run_id(arm), arm, self.device).future()
 
     def restart(self) -> None: pass  # Ray replaces its workers itself

@@ -71,7 +71,8 @@ def amax_of(
 ) -> Tensor:  # largest magnitudes: 0-dim; `x` with `dim` of length 1; or with one number a block along `dim`
     "The largest magnitude of each group that shares a scale; NaN where a group holds one. InputError for other granularities."
     if not x.numel(): raise InputError("amax_of takes a tensor with elements")
-    if granularity == "tensor": return torch.maximum(*[t.abs() for t in x.detach().aminmax()])  # one pass, and no copy of |x|
+    if granularity == "tensor" and x.device.type != "mps": return torch.maximum(*[t.abs() for t in x.detach().aminmax()])  # one pass, and no copy of |x|
+    if granularity == "tensor": return x.detach().abs().amax()
     if granularity == "channel": return x.detach().abs().amax(dim, keepdim=True)
     if not isinstance(granularity, int) or granularity < 1: raise unknown("granularity", granularity, ("tensor", "channel", "a block's length from 1"))
     if not isinstance(dim, int): raise InputError(f"blocks lie along one dimension, not along {dim}")

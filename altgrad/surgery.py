@@ -567,7 +567,7 @@ def _stacks(layers: Iterable[Quantized]) -> Iterable[list[Quantized]]:
     "Layers whose weights can be rounded as one tensor with a row for each."
     found: dict[tuple, dict[int, Quantized]] = {}
     for m in filter(_stackable, layers): found.setdefault((m.weight_format, m.weight.shape, m.weight.dtype, m.weight.device), {})[id(m.weight)] = m
-    return [list(stack.values()) for stack in found.values()]
+    return [list(stack.values()) for stack in found.values() if len(stack) > 1]
 
 def _round_stacks(layers: list[Quantized]) -> None:
     "Rounds small weights of one format and shape together: one operator for all of them, instead of one for each."

@@ -1,20 +1,24 @@
 """A sweep on a real Ray cluster of two nodes on this machine, one of which is killed in the middle."""
+import os
+import socket
 import subprocess
 import sys
-import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from altgrad.cluster import RayWorkers
+from altgrad.formats import InputError
 from altgrad.instrument import Bench, Task, build_checkpoint
+from altgrad.replicas import run_arms
 from altgrad.sweep import Ledger, Sweep, read_matrix
 from tiny import HEAD
 
 ray = pytest.importorskip("ray")
-from ray.cluster_utils import Cluster  # noqa: E402 (after the check that ray is there)
-
+RAY, ALTGRAD = (Path(sys.executable).parent / name for name in ("ray", "altgrad"))
 MATRIX = HEAD + """\
   - {format: E4M3, storage: [fp32, grid_stochastic], power: [0, 1], lr: 0.01}
 tune: {seeds: [1000], points: 5, most: 5}
@@ -44,53 +48,89 @@ def rows_of(folder: Path) -> dict[str, dict]:
     return {row["run"]: {k: v for k, v in row.items() if k not in NOISE} for row in rows}
 
 
+def start(env: dict[str, str], *how: str) -> subprocess.Popen:
+    "One node with one CPU, by Ray's own command, when it says that it runs."
+    command = [RAY, "start", *how, "--num-cpus", "1", "--block", "--disable-usage-stats"]
+    node = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = []
+    for line in node.stdout:
+        said.append(line)
+        if "runtime started" in line: return node
+    raise AssertionError("".join(said))
+
+
+def kill(node: subprocess.Popen) -> None:
+    "Ends a node and all its processes, without a word to the others."
+    for process in [*psutil.Process(node.pid).children(recursive=True), node]:
+        with suppress(psutil.NoSuchProcess): process.kill()
+    node.wait()
+
+
 @pytest.fixture
-def cluster():
-    "A head and a second node, with one CPU each; both are processes of this machine."
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    second = cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    yield cluster, second
-    ray.shutdown()
-    cluster.shutdown()
+def cluster(tmp_path):
+    "A head and a second node, started as the page says; their address, the environment that has the token, and the nodes."
+    env = os.environ | {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
+    subprocess.run([RAY, "get-auth-token", "--generate"], env=env, check=True, capture_output=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = [start(env, "--head", "--node-ip-address", "127.0.0.1", "--port", address.partition(":")[2], "--include-dashboard", "false")]
+    try:
+        nodes.append(start(env, "--address", address, "--node-ip-address", "127.0.0.1", "--dashboard-agent-listen-port", "0"))
+        yield address, env, nodes
+    finally:
+        for node in nodes[::-1]:
+            if node.poll() is None: kill(node)
 
 
 def test_a_killed_node_changes_no_row(here, cluster):
     whole = Sweep(read_matrix(MATRIX), here / "local", bench(here))
     assert whole.run(1, progress=False) == 0
-    head, second = cluster
-    sweep, killed = Sweep(read_matrix(MATRIX), here / "ray", bench(here)), threading.Event()
-
-    def kill():
-        while len(sweep.ledger.rows()) < 4: time.sleep(0.05)
-        head.remove_node(second, allow_graceful=False)
-        killed.set()
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    ray.init(address=head.address, log_to_driver=False)
-    with RayWorkers(sweep) as workers: assert workers.count == 2
-    assert sweep.run(pool=RayWorkers(sweep), progress=False) == 0
-    until = time.monotonic() + 60  # Ray notices a silent node by its heart
-    while (alive := sorted(node["Alive"] for node in ray.nodes())) != [False, True] and time.monotonic() < until: time.sleep(0.5)
-    assert killed.is_set() and alive == [False, True]
+    address, env, nodes = cluster
+    (here / "matrix.yaml").write_text(MATRIX)
+    command = [ALTGRAD, "sweep", here / "matrix.yaml", "--out", here / "ray", "--corpus", f"tiny=path:{here / 'text.txt'}"]
+    command += ["--checkpoints", here / "checkpoints", "--executor", "ray", "--ray-address", address]
+    env = env | {"ALTGRAD_CACHE": str(here / "cache")}
+    sweep = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while len(Ledger(here / "ray").rows()) < 4 and sweep.poll() is None: time.sleep(0.05)
+    kill(nodes[1])
+    said = sweep.communicate(timeout=240)[0]
+    assert sweep.returncode == 0, said
     assert rows_of(here / "ray") == rows_of(here / "local") and len(rows_of(here / "ray")) == 4 * 5 + 4 * 2
 
 
-def test_a_node_with_another_text_is_refused(here, cluster):
-    head, _ = cluster
+@pytest.fixture
+def own():
+    "A cluster of this process's own: two CPUs, and a GPU that Ray only counts."
+    ray.init("local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_a_node_with_another_text_is_refused(here, own):
     sweep = Sweep(read_matrix(MATRIX), here / "other", bench(here))
-    workers = RayWorkers(sweep, head.address)
+    workers = RayWorkers(sweep)
     workers.setup = (workers.setup[0], {"tiny": f"path:{here / 'other.txt'}"}, *workers.setup[2:])  # what a machine would find that has another file there
     with workers:
         job = sweep.plan().jobs[0]
         assert "another text" in workers.submit(None, job.arm).result()["error"]
 
 
+def test_runs_share_a_gpu(here, own):
+    sweep = Sweep(read_matrix(MATRIX), here / "shared", bench(here))
+    jobs = [job.arm for job in sweep.plan().jobs[:4]]
+    with RayWorkers(sweep, cpus=0.5, gpus=0.5) as workers:
+        assert workers.device == "cuda" and workers.count == 2  # four would have a CPU
+        workers.device = "cpu"  # Ray's GPU is a number
+        rows = [future.result() for future in [workers.submit(None, arm) for arm in jobs]]
+    for row, want in zip(rows, run_arms(jobs, sweep.bench, size=1)):
+        assert row["engine"] == "batched" and row["weights_sha"] == want["weights_sha"] and row["raw_loss"] == want["raw_loss"]
+    with pytest.raises(InputError, match="share of one GPU"): RayWorkers(sweep, gpus=2)
+
+
 def test_no_cluster_is_one_line(here):
     (here / "matrix.yaml").write_text(MATRIX)
-    altgrad = Path(sys.executable).parent / "altgrad"
-    command = [altgrad, "sweep", here / "matrix.yaml", "--out", here / "none", "--corpus", f"tiny=path:{here / 'text.txt'}"]
+    command = [ALTGRAD, "sweep", here / "matrix.yaml", "--out", here / "none", "--corpus", f"tiny=path:{here / 'text.txt'}"]
     command += ["--checkpoints", here / "checkpoints"]
     done = subprocess.run([*command, "--executor", "ray", "--ray-address", "127.0.0.1:1"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "no Ray cluster at 127.0.0.1:1" in done.stderr.splitlines()[-1], done.stderr
