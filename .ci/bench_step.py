@@ -106,11 +106,11 @@ def profile(step, device: str, steps: int = 5) -> dict[str, float]:
     "Milliseconds a step by part, and of everything else."
     marked(Quantizer, "scale", "amax and scale"), marked(quantize, "_run", "rounding"), marked(surgery, "scale_of", "amax and scale")
     for _ in range(2): step()
-    began = time.perf_counter()
     with torch.profiler.profile() as seen:
+        began = time.perf_counter()
         for _ in range(steps): step()
         if device == "cuda": torch.cuda.synchronize()
-    whole = time.perf_counter() - began
+        whole = time.perf_counter() - began
     spent = [(e.key, e.device_time_total if device == "cuda" else e.cpu_time_total) for e in seen.key_averages()]
     parts = {part: sum(t for key, t in spent if key.startswith(names)) / 1e6 for part, names in PARTS.items()}
     return {part: round(1e3 * t / steps, 2) for part, t in (parts | {"other": whole - sum(parts.values())}).items()}

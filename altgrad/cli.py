@@ -254,6 +254,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
     if args.workers is not None and args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
     if args.executor != "ray" and (args.ray_address or args.ray_gpus): raise InputError("--ray-address and --ray-gpus need --executor ray")
+    if not 0 <= args.ray_gpus <= 1: raise InputError(f"--ray-gpus is a share of one GPU, from 0 to 1, not {args.ray_gpus}")
     if args.executor == "ray" and args.workers: raise InputError("--workers is not for --executor ray; a Ray cluster has as many as it has CPUs")
     if args.replicas is not None and (args.executor != "batched" or args.replicas < 1): raise InputError("--replicas is at least 1, and for --executor batched")
     workers = args.workers or 1

@@ -32,7 +32,7 @@ def _work_on_node(setup: tuple, run: str, arm: Arm, device: str | None) -> dict[
     try: here = run_id(identity(arm, sweep._BENCH))
     except (InputError, OSError) as e: return {"error": f"this machine lacks something: {' '.join(str(e).split())[:300]}"}
     if here != run: return {"error": f"this machine has another text or checkpoint: its run would be {here}"}
-    return sweep._work(arm) if device is None or not _stacks(arm) else _work_batch([arm], device)[0]
+    return sweep._work(arm) if device is None else _work_batch([arm], device)[0]
 
 def _stacks(arm: Arm) -> bool:
     "Whether the engine that knows GPUs can make a run; the other one makes the rest."
@@ -94,7 +94,8 @@ class RayWorkers:
         if self.owner: self.ray.shutdown()
 
     def submit(self, work: Callable, arm: Arm) -> Future:
-        "A run, somewhere; its future holds the row, or the error."
-        return self.task.remote(self.setup, self.sweep.run_id(arm), arm, self.device).future()
+        "A run, somewhere; its future holds the row, or the error. One that the GPUs' engine cannot make is made on a CPU, and takes no GPU."
+        on_gpu = bool(self.gpus) and _stacks(arm)
+        return self.task.options(num_gpus=self.gpus * on_gpu).remote(self.setup, self.sweep.run_id(arm), arm, self.device if on_gpu else None).future()
 
     def restart(self) -> None: pass  # Ray replaces its workers itself

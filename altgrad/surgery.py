@@ -174,7 +174,8 @@ def _narrow_products() -> Iterator[None]:
 
 def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
     "Whether the product of a layer's rounded input and weight may take them for bfloat16."
-    if not (_is_concrete(x, w) or torch.compiler.is_dynamo_compiling()) or not x.dtype == w.dtype == torch.float32: return False
+    if torch._C._are_functorch_transforms_active() or not (_is_concrete(x, w) or torch.compiler.is_dynamo_compiling()): return False
+    if not x.dtype == w.dtype == torch.float32: return False
     if x.device.type != "cpu" or not x.numel() or not w.numel() or torch.is_autocast_enabled("cpu"): return False
     return _has_switch() and _has_narrow_factors(layer)
 
@@ -561,7 +562,8 @@ def _stackable(layer: Quantized) -> bool:
     "Whether a weight is small, and rounded by nothing but its own amax, to nearest."
     q = layer.points["weight"]
     plain = q.precision == Precision(q.precision.format) and q.probe is None and not q.fit
-    return plain and type(layer.weight) is nn.Parameter and 0 < layer.weight.numel() <= CHUNK
+    w = layer.weight
+    return plain and type(w) is nn.Parameter and w.device.type != "meta" and w.is_contiguous() and 0 < w.numel() <= CHUNK
 
 def _stacks(layers: Iterable[Quantized]) -> Iterable[list[Quantized]]:
     "Layers whose weights can be rounded as one tensor with a row for each."
@@ -583,11 +585,12 @@ def rounded_once(
     "Inside, where weights must not change, each is rounded (or read from the grid) at its first use only, or before it: for micro-batches, and for evaluation."
     layers = [m for _, m in quantized_layers(model)]
     read = [m for m in layers if leaves and isinstance(m.weight, GridTensor)]
-    for m in layers: m.kept = [m.weight.data.dequantize().requires_grad_()] if m in read else []
-    _round_stacks(layers)
-    try: yield
+    try:
+        for m in layers: m.kept = [m.weight.data.dequantize().requires_grad_()] if m in read else []
+        _round_stacks(layers)
+        yield
     finally:
-        for m in read: m.weight.grad = m.kept[0].grad
+        for m in (m for m in read if m.kept): m.weight.grad = m.kept[0].grad
         for m in layers: m.kept = None
 
 # %% ../nbs/07_surgery.ipynb #431a91c7

@@ -92,9 +92,14 @@ def test_a_killed_node_changes_no_row(here, cluster):
     command += ["--checkpoints", here / "checkpoints", "--executor", "ray", "--ray-address", address]
     env = env | {"ALTGRAD_CACHE": str(here / "cache")}
     sweep = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while len(Ledger(here / "ray").rows()) < 4 and sweep.poll() is None: time.sleep(0.05)
-    kill(nodes[1])
-    said = sweep.communicate(timeout=240)[0]
+    try:
+        until = time.monotonic() + 120
+        while (few := len(Ledger(here / "ray").rows()) < 4) and sweep.poll() is None and time.monotonic() < until: time.sleep(0.05)
+        busy = [p for p in psutil.Process(nodes[1].pid).children(recursive=True) if "_work_on_node" in " ".join(p.cmdline())]
+        assert busy and not few and sweep.poll() is None, "the second node had no run to lose"
+        kill(nodes[1])
+        said = sweep.communicate(timeout=240)[0]
+    finally: sweep.kill()
     assert sweep.returncode == 0, said
     assert rows_of(here / "ray") == rows_of(here / "local") and len(rows_of(here / "ray")) == 4 * 5 + 4 * 2
 
