@@ -156,10 +156,11 @@ def fast_bfloat16(device: torch.device) -> bool:
     flags = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return device.type == "cpu" and any(getattr(torch.cpu, flag, lambda: False)() for flag in flags)
 
-@torch.compiler.assume_constant_result
+_SWITCHES = fast_bfloat16(torch.device("cpu")) and hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")  # a compiler reads constants
+
 def _has_switch() -> bool:
     "Whether float32 products can be narrowed on this CPU, and are faster then."
-    return fast_bfloat16(torch.device("cpu")) and hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")
+    return _SWITCHES
 
 _SWITCH = threading.RLock()  # there is one for the whole process
 

@@ -17,7 +17,7 @@ SPECS = ("E0M7b1", "E1M6b0", "E2M5b1", "E3M4b1", "E4M3b7fn", "E5M2b15ieee", "E6M
 
 def stored_facts(node):
     "Every dict in a JSON document that holds a format's facts."
-    if isinstance(node, dict) and "mantissa_bits" in node: yield node
+    if isinstance(node, dict) and {"name", "mantissa_bits"} <= node.keys(): yield node
     for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
         yield from stored_facts(child)
 
