@@ -129,12 +129,17 @@ def test_the_command_line_refuses_replicas_elsewhere(here):
     assert done.returncode == 2 and "--replicas" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_compiling_never_falls_back_to_eager_silently(here, monkeypatch):
+@pytest.fixture
+def few_graphs():
+    "torch's own limit of graphs, back in its place afterwards, whatever a test makes of it."
+    with torch._dynamo.config.patch(recompile_limit=8): yield
+
+
+def test_compiling_never_falls_back_to_eager_silently(here, monkeypatch, few_graphs):
     "Dynamo without a code generator: what it captures, and what it would leave out, does not depend on that."
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     torch._dynamo.reset()
     counters.clear()
     arms = [arm(format=f, storage="grid_stochastic", seed=i, lr=0.01) for i, f in enumerate(("E4M3", "E7M0"))]
