@@ -288,6 +288,17 @@ def run_worker(args: argparse.Namespace, threads: int, part: Path) -> dict:
     return json.loads(part.read_text(encoding="utf-8"))
 
 
+def add_peers_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peers", type=Path, default=os.environ.get("PEERS"), help="a folder of folders with one library each (or the variable PEERS)")
+
+
+def find_peers(folder: Path | None) -> None:
+    "Lets Python find the libraries of a folder of folders."
+    if not folder: return
+    sys.path += [str(each) for each in sorted(folder.iterdir())]
+    os.environ["PATH"] += "".join(os.pathsep + str(each / "bin") for each in folder.iterdir())  # ninja, for libraries that compile themselves
+
+
 def parse_args() -> argparse.Namespace:
     "The command line."
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -295,7 +306,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--sizes", type=int, nargs="+", help="elements of the large tensors")
     parser.add_argument("--threads", type=int, help="only this number of threads")
-    parser.add_argument("--peers", type=Path, default=os.environ.get("PEERS"), help="a folder of folders with one library each (or the variable PEERS)")
+    add_peers_option(parser)
     parser.add_argument("--out", type=Path, help="the file of results (default: nbs/results/bench_quantize.json, for cuda bench_quantize_cuda.json)")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -304,9 +315,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     if args.device == "cuda" and not torch.cuda.is_available(): raise InputError("there is no GPU; allowed: --device cpu")
-    if args.peers:
-        sys.path += [str(folder) for folder in sorted(args.peers.iterdir())]
-        os.environ["PATH"] += "".join(os.pathsep + str(folder / "bin") for folder in args.peers.iterdir())  # ninja, for libraries that compile themselves
+    find_peers(args.peers)
     if args.part:
         worker(args)
         return 0

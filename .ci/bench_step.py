@@ -1,8 +1,8 @@
 """Times training steps of GPTs whose linear layers round, against the same step unquantized, and the memory they need; writes nbs/results/bench_step.json.
 
 python .ci/bench_step.py                                 # two models, several batches, each case in a process of its own
-python .ci/bench_step.py --growth                        # 1M to 100M parameters as well, weights and all points
-python .ci/bench_step.py --peers FOLDER                  # beside torchao's float8 linear layers too, installed there by `pip install --target FOLDER torchao`
+python .ci/bench_step.py --kinds growth                  # 1M to 100M parameters, weights and all points; stored cases of other kinds stay
+python .ci/bench_step.py --peers FOLDER                  # beside torchao's float8 linear layers too: `pip install --no-deps --target FOLDER/torchao torchao`
 """
 import argparse
 import importlib.metadata
@@ -26,6 +26,7 @@ from altgrad.surgery import LayerPrecisionRule, PrecisionConfig, Quantizer, quan
 from altgrad.tracking import machine, versions
 from altgrad.trainer import fast_bfloat16
 from bench_monitors import seconds
+from bench_quantize import add_peers_option, find_peers
 from verify import code_commit
 
 RESULT = Path(__file__).resolve().parent.parent / "nbs/results/bench_step.json"
@@ -119,7 +120,6 @@ def profile(step, device: str, steps: int = 5) -> dict[str, float]:
 def case(options: argparse.Namespace) -> dict:
     "One case, in this process."
     kind, model, batch, names = options.case
-    sys.path += options.peers
     config, size, names = GROWTH[model] if model in GROWTH else preset(model), BATCHES[batch], names.split(",")
     if kind == "memory":
         step = make_step(config, names[0], size, options.device, getattr(torch, options.dtype), False)
@@ -133,7 +133,8 @@ def run_case(options: argparse.Namespace, kind: str, model: str, batch: str, nam
     "A case in a process of its own, so that none finds another's memory or kernels."
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--case", kind, model, batch, ",".join(names), "--rounds", str(options.rounds), "--device", options.device,
-                   "--dtype", options.dtype, "--out", f"{folder}/case.json", "--peers", *options.peers]
+                   "--dtype", options.dtype, "--out", f"{folder}/case.json"]
+        if options.peers: command += ["--peers", str(options.peers.resolve())]
         env = {**os.environ, "ALTGRAD_PATH": path, "OMP_NUM_THREADS": str(options.threads)}
         subprocess.run(command, env=env, check=True)
         return json.loads(Path(folder, "case.json").read_text())
@@ -143,20 +144,34 @@ def cases(options: argparse.Namespace):
     "Every case, as it is measured."
     names = [*POINTS, *(arm for arm in native_arms(options.device) if not NATIVE[arm]["round_scales_to_power_of_2"])]
     for model, batches in SIZES[options.device].items():
-        if model not in options.models: continue
         for batch in batches:
-            for kind, path in KINDS.items():
-                row = {"model": model, "batch": batch, "kind": kind, **run_case(options, kind, model, batch, names, path)}
+            for kind in (k for k in KINDS if k in options.kinds):
+                row = {"model": model, "batch": batch, "kind": kind, **run_case(options, kind, model, batch, names, KINDS[kind])}
                 ratios = "  ".join(f"{k} {v:.2f}" for k, v in row["ratio"].items())
                 print(f"{model:>8} {batch:>9} {kind:<8} {ratios}  ({row['median_ms']['none']:.0f} ms)", flush=True)
                 yield row
-        used = {name: run_case(options, "memory", model, batches[0], [name])["bytes"] for name in names}
-        yield {"model": model, "batch": batches[0], "kind": "memory", "bytes": used}
-        spent = {name: run_case(options, "profile", model, batches[0], [name], "compiled")["ms"] for name in ("none", "weights", "all")}
-        yield {"model": model, "batch": batches[0], "kind": "profile", "ms": spent}
-    for model in GROWTH if options.growth else ():
-        yield {"model": model, "batch": "8 x 128", "kind": "kernels", "growth": True,
-               **run_case(options, "kernels", model, "8 x 128", ["none", "weights", "all"], "compiled")}
+        for kind, unit, arms in (("memory", "bytes", names), ("profile", "ms", ("none", "weights", "all"))):
+            if kind not in options.kinds: continue
+            path = "compiled" if kind == "profile" else "auto"
+            found = {arm: run_case(options, kind, model, batches[0], [arm], path)[unit] for arm in arms}
+            yield {"model": model, "batch": batches[0], "kind": kind, unit: found}
+    for model in GROWTH if "growth" in options.kinds else ():
+        yield {"model": model, "batch": "8 x 128", "kind": "growth", **run_case(options, "kernels", model, "8 x 128", ["none", "weights", "all"], "compiled")}
+
+
+def same(case: dict) -> tuple:
+    "What two measurements of one case have in common."
+    return case["model"], case["batch"], case["kind"]
+
+
+def store(path: Path, place: str, facts: dict, row: dict) -> None:
+    "Puts a case with those that were measured under the same facts, in place of an older one."
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    parts = [part | {"cases": [c for c in part["cases"] if same(c) != same(row)]} for part in found.get(place, [])]
+    mine = next((part for part in parts if part | {"cases": 0} == facts | {"cases": 0}), None)
+    if mine is None: parts.append(mine := facts | {"cases": []})
+    mine["cases"].append(row)
+    write_atomic(path, json.dumps(found | {place: [part for part in parts if part["cases"]]}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -166,21 +181,20 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16" if fast_bfloat16(torch.device("cuda" if torch.cuda.is_available() else "cpu")) else "float32",
                         choices=("float32", "bfloat16"), help="of the products in both arms (default: as the trainer does)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--models", nargs="*", default=("gpt-tiny", "gpt-10m"), choices=("gpt-tiny", "gpt-10m"))
-    parser.add_argument("--growth", action="store_true")
-    parser.add_argument("--peers", nargs="*", default=os.environ.get("PEERS", "").split(), help="folders with packages that are not installed")
+    parser.add_argument("--kinds", nargs="+", default=(*KINDS, "memory", "profile"), choices=(*KINDS, "memory", "profile", "growth"))
+    add_peers_option(parser)
     parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
+    find_peers(options.peers)
     if options.case:
         write_atomic(options.out, json.dumps(case(options)))
         return
-    sys.path += options.peers
-    commit, found = code_commit(), json.loads(options.out.read_text()) if options.out.is_file() else {}
-    peers = {"torchao": importlib.metadata.version("torchao")} if native_arms(options.device) else {}
-    found[f"{options.device} {options.dtype}"] = {"machine": machine(torch.device(options.device)), "versions": versions() | peers, "git_commit": commit,
-                                                  "rounds": options.rounds, "threads": options.threads, "cases": list(cases(options))}
-    write_atomic(options.out, json.dumps(found, indent=1) + "\n")
+    commit, place = code_commit(), f"{options.device} {options.dtype}"
+    facts = {"machine": machine(torch.device(options.device)), "versions": versions(), "git_commit": commit,
+             "rounds": options.rounds, "threads": options.threads}
+    if native_arms(options.device): facts["versions"]["torchao"] = importlib.metadata.version("torchao")
+    for row in cases(options): store(options.out, place, facts, row)
 
 
 if __name__ == "__main__": main()

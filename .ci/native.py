@@ -1,10 +1,9 @@
 """Trains one GPT on the same batches with our rounding and with torchao's float8 layers (emulated on a CPU); writes nbs/results/native.json.
 
-python .ci/native.py --peers FOLDER   # torchao from there: `pip install --target FOLDER torchao`
+python .ci/native.py --peers FOLDER   # torchao from there: `pip install --no-deps --target FOLDER/torchao torchao`
 """
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from altgrad.model import GPT, GPTConfig, loss_of, preset
 from altgrad.surgery import rounded_once
 from altgrad.tracking import machine, versions
 from altgrad.trainer import TrainConfig, lr_at, make_config
+from bench_quantize import add_peers_option, find_peers
 from bench_step import NATIVE, convert, native_arms
 from verify import code_commit
 
@@ -82,14 +82,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--peers", nargs="*", default=os.environ.get("PEERS", "").split(), help="folders with packages that are not installed")
+    add_peers_option(parser)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    sys.path += options.peers
+    find_peers(options.peers)
     commit, corpus = code_commit(), load_corpus(options.data)
     real = [arm for arm in native_arms(options.device) if not NATIVE[arm]["emulate"]]
     arms = ["none", "all", *(real or native_arms(options.device))]
-    if len(arms) == 2: raise SystemExit("torchao is not here: pip install --target FOLDER torchao, then --peers FOLDER")
+    if len(arms) == 2: raise SystemExit("torchao is not here: pip install --no-deps --target FOLDER/torchao torchao, then --peers FOLDER")
     c = make_config(dict(name="native", format="E4M3", activation="E4M3", gradient="E5M2", model=options.model, max_steps=options.steps, device=options.device))
     shape = preset(options.model)
     rows = [train(arm, shape, corpus, make_config({**vars(c), "seed": seed}), options.device) for seed in options.seeds for arm in arms]
