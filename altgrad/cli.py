@@ -80,7 +80,7 @@ def _add_sweep(commands: Any) -> None:
     sweep.add_argument("--replicas", type=int, metavar="N", help="runs that a worker of --executor batched trains at once (default: 8, on a GPU 128)")
     sweep.add_argument("--ray-address", metavar="HOST:PORT", help="of a running Ray cluster (default: that of this machine, else one of its own)")
     sweep.add_argument("--ray-gpus", type=float, default=0.0, metavar="SHARE", help="of a GPU that a run takes in a Ray cluster (default: 0, the CPUs)")
-    sweep.add_argument("--dry-run", action="store_true", help="list the next runs and what they cost, and run nothing")
+    sweep.add_argument("--dry-run", action="store_true", help="list the next runs and what they cost, and make none (missing checkpoints are pretrained)")
     words = "make one run of a ledger again and say whether it agrees"
     replay = commands.add_parser("replay", help=words, description=words)
     replay.add_argument("run", metavar="ROW", help="the run's id, or its first digits")
@@ -254,19 +254,19 @@ def _sweep(args: argparse.Namespace) -> int:
 
     if args.workers is not None and args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
     if args.executor != "ray" and (args.ray_address or args.ray_gpus): raise InputError("--ray-address and --ray-gpus need --executor ray")
-    if not 0 <= args.ray_gpus <= 1: raise InputError(f"--ray-gpus is a share of one GPU, from 0 to 1, not {args.ray_gpus}")
     if args.executor == "ray" and args.workers: raise InputError("--workers is not for --executor ray; a Ray cluster has as many as it has CPUs")
     if args.replicas is not None and (args.executor != "batched" or args.replicas < 1): raise InputError("--replicas is at least 1, and for --executor batched")
     workers = args.workers or 1
     try: text = Path(args.matrix).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e: raise InputError(f"cannot read the matrix {args.matrix}: {type(e).__name__}") from None
     sweep = Sweep(read_matrix(text), args.out, Bench(args.checkpoints, dict(args.corpus)))
+    pool = _pool(args, sweep)
     sweep.build()
     if args.dry_run:
         print("\n".join(describe(sweep, workers)))
         return 0
     print(describe(sweep, workers)[-1], file=sys.stderr)
-    failed = sweep.run(workers, pool=_pool(args, sweep))
+    failed = sweep.run(workers, pool=pool)
     compact(sweep.ledger.rows(), Path(args.out) / "ledger.parquet")
     print(f"{len(sweep.rows) - failed} runs in {sweep.ledger.path}" + (f"; {failed} failed, and will be tried again by the next sweep" if failed else ""))
     return 1 if failed else 0

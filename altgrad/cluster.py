@@ -18,7 +18,7 @@ import torch
 from . import sweep
 from .formats import InputError
 from .instrument import Arm, Bench, identity, run_id
-from .replicas import _work_batch, kind_of
+from .replicas import _kind_if_stacked, _work_batch
 
 # %% ../nbs/14f_cluster.ipynb #ac2811e1
 _STARTED: tuple | None = None  # what this process's bench was made from
@@ -33,12 +33,6 @@ def _work_on_node(setup: tuple, run: str, arm: Arm, device: str | None) -> dict[
     except (InputError, OSError) as e: return {"error": f"this machine lacks something: {' '.join(str(e).split())[:300]}"}
     if here != run: return {"error": f"this machine has another text or checkpoint: its run would be {here}"}
     return sweep._work(arm) if device is None else _work_batch([arm], device)[0]
-
-def _stacks(arm: Arm) -> bool:
-    "Whether the engine that knows GPUs can make a run; the other one makes the rest."
-    try: kind_of(arm)
-    except InputError: return False
-    return True
 
 # %% ../nbs/14f_cluster.ipynb #68d3eb91
 def _knock(address: str) -> None:
@@ -85,7 +79,7 @@ class RayWorkers:
         if self.owner: _connect(ray, self.address)
         there = ray.cluster_resources()
         if self.gpus and not there.get("GPU"): raise InputError("no machine of the Ray cluster has a GPU; without --ray-gpus the runs use the CPUs")
-        self.task = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=self.retries)(_work_on_node)
+        self.task = ray.remote(num_cpus=self.cpus, max_retries=self.retries)(_work_on_node)
         shares = [there.get(kind, 1) / share for kind, share in (("CPU", self.cpus), ("GPU", self.gpus)) if share]
         self.count, self.pool = max(1, int(min(shares))), self
         return self
@@ -95,7 +89,7 @@ class RayWorkers:
 
     def submit(self, work: Callable, arm: Arm) -> Future:
         "A run, somewhere; its future holds the row, or the error. One that the GPUs' engine cannot make is made on a CPU, and takes no GPU."
-        on_gpu = bool(self.gpus) and _stacks(arm)
+        on_gpu = bool(self.gpus) and _kind_if_stacked(arm) is not None
         return self.task.options(num_gpus=self.gpus * on_gpu).remote(self.setup, self.sweep.run_id(arm), arm, self.device if on_gpu else None).future()
 
     def restart(self) -> None: pass  # Ray replaces its workers itself

@@ -154,10 +154,10 @@ def rounding_key(
     tensor: int = 0,  # number of the tensor in its model
 ) -> int | Tensor:  # 62 bits; a tensor if `step` is one
     "A key for stochastic rounding: different for every seed, step and tensor."
-    key = 0
+    low = high = 0  # two words, because a tensor meets no number beyond int64 then
     for word in (seed & _M32, seed >> 32 & _M32, step & _M32, tensor & _M32):
-        key = _mix((key ^ word) + 0x9E3779B9 & _M32) | _mix(key >> 32 & _M32 ^ word * 3 + 0x85EBCA6B & _M32) << 32
-    return key & (1 << 62) - 1
+        low, high = _mix((low ^ word) + 0x9E3779B9 & _M32), _mix(high ^ word * 3 + 0x85EBCA6B & _M32)
+    return (low | high << 32) & (1 << 62) - 1
 
 # %% ../nbs/01_quantize.ipynb #fcb8c8c8
 def _low_word(key: int | Tensor) -> int | Tensor:
@@ -179,7 +179,7 @@ def _draw(index: Tensor, words: tuple | Tensor, random_bits: int = 24, high: int
     "Uniform numbers for elements `index` (int32) + 2^32 `high`, under the words of a key, or of keys that broadcast to `index`."
     h = _mix_int32(index + words[0])
     h = _mix_int32((h ^ words[1]).add_(high))
-    k = (h >> (32 - random_bits)).bitwise_and_((1 << random_bits) - 1).float()
+    k = (h >> (32 - random_bits)).bitwise_and_(2**random_bits - 1).float()
     return k.mul_(2.0**-24) if random_bits == 24 else k.add_(0.5).mul_(2.0**-random_bits)
 
 def _draw_range(start: int, stop: int, words: tuple, random_bits: int, device: torch.device | str) -> Tensor:
@@ -422,15 +422,12 @@ def _is_plain(*tensors: Tensor | int | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack(): return False
     return all(t is None or type(t) in (Tensor, torch.nn.Parameter, int) for t in tensors)
 
-def _is_concrete(*tensors: Tensor | int | None) -> bool:
-    "Whether the numbers in the tensors may be looked at: no transform is watching either."
-    return _is_plain(*tensors) and not torch._C._are_functorch_transforms_active()
-
 def _estimate(x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP8Format, *how) -> Tensor:
     "Rounds by the shortest way that is open."
-    plain = _is_plain(x, scale, key)
     if torch.compiler.is_dynamo_compiling() and _is_fusible(x, key, *how): return _Fused.apply(x, scale, fmt, how[0])
-    if _is_concrete(x, scale, key) and not (x.requires_grad and torch.is_grad_enabled()): return _run(x, scale, key, fmt, *how[:-1])
+    plain = _is_plain(x, scale, key)
+    transformed = plain and torch._C._are_functorch_transforms_active()
+    if plain and not transformed and not (x.requires_grad and torch.is_grad_enabled()): return _run(x, scale, key, fmt, *how[:-1])
     if isinstance(key, int): key = torch.tensor(key, dtype=torch.int64, device=x.device)
     return (_Estimator.apply if plain else _operator)(x, scale, key, _spec(fmt), *how)
 

@@ -96,6 +96,11 @@ def kind_of(arm: Arm) -> tuple:
     kind = {"adamw": "update", "stiffness_adamw": arm.placement}.get(arm.rule, arm.rule)
     return kind, r.n_layer, r.n_head, r.n_embd, r.block_size
 
+def _kind_if_stacked(arm: Arm) -> tuple | None:
+    "The kind, or None for an arm that cannot be stacked."
+    try: return kind_of(arm)
+    except InputError: return None
+
 # %% ../nbs/14g_replicas.ipynb #1afc8aec
 def _columns(rows: Tensor) -> Tensor:
     "K numbers a replica [R, K] as K columns [K, R, 1]."
@@ -400,8 +405,8 @@ class Batches(_Waiting):
 
     def submit(self, work: Callable, arm: Arm) -> Future:
         "A run, in some batch; one that cannot be stacked is made alone."
-        try: kind = kind_of(arm)
-        except InputError: return self.workers.pool.submit(work, arm)
+        kind = _kind_if_stacked(arm)
+        if kind is None: return self.workers.pool.submit(work, arm)
         with self.lock:
             self.waiting.setdefault(kind, []).append((arm, Future()))
             self._later()

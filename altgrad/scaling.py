@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .formats import COLORS, FP8Format, InputError, get_format, power_of_two, unknown
-from .quantize import _is_concrete, fake_quantize
+from .quantize import _is_plain, fake_quantize
 
 # %% ../nbs/02_scaling.ipynb #78e4d6ba
 WIDE = 2.0**16  # a format with a larger max gets amax in [1, 2) instead of at its max
@@ -31,6 +31,10 @@ def _exponent(m: Tensor | float, e: Tensor | int, fmt: FP8Format) -> Any:
 def _power_of_two_scale(amax: Tensor, fmt: FP8Format) -> Tensor:
     "The scale of each amax."
     return power_of_two(_exponent(*torch.frexp(amax.detach().double()), fmt).clamp(-126, 127)).float()
+
+def _is_number(amax: Tensor) -> bool:
+    "Whether it is one amax that may be looked at without waiting: no compiler and no transform is watching, and it is no device's."
+    return not amax.dim() and amax.device.type == "cpu" and _is_plain(amax) and not torch._C._are_functorch_transforms_active()
 
 def _scale_of_number(amax: float, fmt: FP8Format) -> Tensor:
     "The same of one amax by Python's own arithmetic, which takes less time than a dozen operators."
@@ -52,7 +56,7 @@ def compute_scale(
 ) -> Tensor:  # float32, shape of `amax`; 1 where amax is 0, infinite or NaN
     "The smallest power of two, or number, that brings `amax / scale` to at most `fmt.max`; for a max beyond 2^16 into [1, 2), or to 1."
     if kind not in KINDS: raise unknown("kind of scale", kind, KINDS)
-    if kind == "power_of_two" and not amax.dim() and amax.device.type == "cpu" and _is_concrete(amax): return _scale_of_number(amax.item(), get_format(fmt))
+    if kind == "power_of_two" and _is_number(amax): return _scale_of_number(amax.item(), get_format(fmt))
     usable = amax.isfinite() & (amax > 0)
     amax = torch.where(usable, amax, 1.0)
     scale = (_power_of_two_scale if kind == "power_of_two" else _exact_scale)(amax, get_format(fmt))

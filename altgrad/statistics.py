@@ -142,7 +142,7 @@ def _count_bins(bins: Tensor, n: int) -> Tensor:
 def _measure(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, noise: Tensor | None, first: Callable, sums: Callable,
              layout: _Layout | None) -> tuple[Tensor, Tensor | None, Tensor]:
     "The result, the bins if a layout is given, and `sums`."
-    q = Q._kernel(x, scale, inverse, g, how._replace(clip=False), noise, first)
+    q = Q._kernel(x, scale, inverse, g, how, noise, first)
     y = q if how.scaling == "none" else q * scale
     wide = x.to(q.dtype)
     z = wide if how.scaling == "none" else wide / scale if how.scaling == "divide" else wide * inverse

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .formats import FP8Format, InputError, get_format, unknown
 from .parallel import key_from, largest, rank, total, world
-from .quantize import CHUNK, ROUNDING, _is_concrete, fake_quantize, rounding_key
+from .quantize import CHUNK, ROUNDING, _is_plain, fake_quantize, rounding_key
 from .scaling import AmaxAverage, AmaxFirst, AmaxHistory, Scaling, amax_of, compute_scale, scale_of
 from .storage import GridTensor
 
@@ -46,9 +46,13 @@ class Precision:
         if self.scaling != "current" and self.granularity != "tensor":
             raise InputError(f"scaling {self.scaling} remembers one amax a tensor: granularity must be tensor, not {self.granularity}")
 
-    def __str__(self) -> str:
+    @property
+    def unusual(self) -> list[str]:
+        "The choices other than the usual ones, in words."
         usual = {"scaling": "current", "granularity": "tensor", "rounding": "nearest"}
-        return " ".join([self.format.name, *(str(getattr(self, key)) for key, value in usual.items() if getattr(self, key) != value)])
+        return [str(getattr(self, key)) for key, value in usual.items() if getattr(self, key) != value]
+
+    def __str__(self) -> str: return " ".join([self.format.name, *self.unusual])
 
 # %% ../nbs/07_surgery.ipynb #42f55283
 GRADIENT_FORMAT = "E5M2"  # of a gradient whose point is merely on: gradients need range more than precision
@@ -156,12 +160,8 @@ def fast_bfloat16(device: torch.device) -> bool:
     flags = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return device.type == "cpu" and any(getattr(torch.cpu, flag, lambda: False)() for flag in flags)
 
-_SWITCHES = fast_bfloat16(torch.device("cpu")) and hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")  # a compiler reads constants
-
-def _has_switch() -> bool:
-    "Whether float32 products can be narrowed on this CPU, and are faster then."
-    return _SWITCHES
-
+# Whether float32 products can be narrowed on this CPU, and are faster then: a constant, because a compiler reads along.
+_HAS_SWITCH = fast_bfloat16(torch.device("cpu")) and hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")
 _SWITCH = threading.RLock()  # there is one for the whole process
 
 @contextmanager
@@ -175,10 +175,10 @@ def _narrow_products() -> Iterator[None]:
 
 def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
     "Whether the product of a layer's rounded input and weight may take them for bfloat16."
-    if torch._C._are_functorch_transforms_active() or not (_is_concrete(x, w) or torch.compiler.is_dynamo_compiling()): return False
+    if torch._C._are_functorch_transforms_active() or not (torch.compiler.is_dynamo_compiling() or _is_plain(x, w)): return False
     if not x.dtype == w.dtype == torch.float32: return False
     if x.device.type != "cpu" or not x.numel() or not w.numel() or torch.is_autocast_enabled("cpu"): return False
-    return _has_switch() and _has_narrow_factors(layer)
+    return _HAS_SWITCH and _has_narrow_factors(layer)
 
 # %% ../nbs/07_surgery.ipynb #9f8e6d4a
 def _has_narrow_factors(layer: "QuantizedLinear") -> bool:
@@ -192,7 +192,7 @@ def multiplies_narrow(
 ) -> bool:
     "Whether float32 products of the model's rounded layers run on the bfloat16 units of this CPU."
     layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
-    return device.type == "cpu" and dtype == torch.float32 and _has_switch() and any(map(_has_narrow_factors, layers))
+    return device.type == "cpu" and dtype == torch.float32 and _HAS_SWITCH and any(map(_has_narrow_factors, layers))
 
 # %% ../nbs/07_surgery.ipynb #88364413
 @torch.library.custom_op("altgrad::narrow_product", mutates_args=())
@@ -398,8 +398,8 @@ class QuantizationReport(tuple[QuantizedLayer, ...]):
 
 def _report_line(name: str, module: nn.Module, points: dict[str, Precision], why: str) -> QuantizedLayer:
     "A layer's line of the report."
-    weight, plain = points.get("weight"), points.get("weight") and Precision(points["weight"].format)
-    others = [f"{kind} {p}" for kind, p in points.items() if kind != "weight" or weight != plain]
+    weight = points.get("weight")
+    others = [f"{kind} {p}" for kind, p in points.items() if kind != "weight" or p.unusual]
     return QuantizedLayer(name, weight and weight.format.name, tuple(module.weight.shape), "" if points else why, ", ".join(others))
 
 # %% ../nbs/07_surgery.ipynb #20b4d7c9
@@ -561,10 +561,9 @@ def round_weight_gradients(model: nn.Module) -> None:
 # %% ../nbs/07_surgery.ipynb #82055948
 def _stackable(layer: Quantized) -> bool:
     "Whether a weight is small, and rounded by nothing but its own amax, to nearest."
-    q = layer.points["weight"]
-    plain = q.precision == Precision(q.precision.format) and q.probe is None and not q.fit
-    w = layer.weight
-    return plain and type(w) is nn.Parameter and w.device.type != "meta" and w.is_contiguous() and 0 < w.numel() <= CHUNK
+    q, w = layer.points["weight"], layer.weight
+    if q.precision.unusual or q.probe is not None or q.fit: return False
+    return type(w) is nn.Parameter and w.device.type != "meta" and w.is_contiguous() and 0 < w.numel() <= CHUNK
 
 def _stacks(layers: Iterable[Quantized]) -> Iterable[list[Quantized]]:
     "Layers whose weights can be rounded as one tensor with a row for each."

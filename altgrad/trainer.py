@@ -64,7 +64,7 @@ class _Basics:
     eval_every: int = 50  # updates between evaluations
     eval_windows: int = 256  # validation sequences of block_size tokens, fixed
     checkpoint_every: int = 100  # updates between checkpoints
-    storage: str = "master"  # of the linear weights between steps: fp32 (not quantized at all), master, grid_nearest, grid_stochastic, bf16
+    storage: str = "master"  # of the linear weights between steps: fp32 (not quantized), master, grid_nearest, grid_stochastic, grid_residual2, 4 or 8, bf16
     rule: str = "adamw"  # update rule of the linear weights: adamw, stiffness_adamw, stiffness_sgd, riemannian_adamw, madam, grid_sgd, muon
     rule_lr: float | None = None  # peak learning rate of the rule, in the rule's own unit; null takes lr
     power: float = 1.0  # of the stiffness, for the stiffness rules

@@ -9,6 +9,7 @@ from altgrad.formats import EIGHT_BIT
 from altgrad.model import PRESETS, GPTConfig
 from altgrad.quantize import fake_quantize
 from altgrad.trainer import Trainer, make_config
+from old import OLD_TORCH
 
 SMALL = dict(format="E4M3", model="nano", max_steps=3, batch_size=2, block_size=16, eval_windows=2, warmup_steps=1, compute_dtype="float32", device="cpu")
 
@@ -36,6 +37,7 @@ def run(corpus, tmp_path, monkeypatch):
 def events(rows): return [e for row in rows for e in row.get("events", ())]
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.8 does not compile the hooks that round gradients; the run says so and goes on without")
 def test_a_compiled_run_is_one_graph_with_the_losses_of_the_eager_one(run):
     points = dict(activation="E4M3", gradient="E5M2")
     said, eager = run("eager", **points)
@@ -71,7 +73,7 @@ def test_what_is_rounded_inside_a_graph_was_a_bfloat16_number_before():
 def test_transforms_inside_a_compiled_function_keep_the_gradient():
     x, whole = torch.linspace(-3, 3, 9), lambda x: (fake_quantize(x, "E0M7") * 2).sum()
     try: got = torch.compile(torch.func.grad(whole), backend="eager", fullgraph=True)(x)
-    except Exception: return  # loud is right, too
+    except torch._dynamo.exc.TorchDynamoException: return  # a compiler that gives up says so; a wrong gradient would not
     assert torch.equal(got, torch.full((9,), 2.0))
 
 

@@ -14,6 +14,7 @@ import torch
 
 from altgrad.monitors import read_histograms, read_series
 from altgrad.tracking import RunFolder
+from old import OLD_TORCH
 
 FIRST, LATER = 2e-6, 2e-3  # relative: in the first step; after a value was rounded the other way
 CONFIG = dict(max_steps=6, batch_size=4, block_size=32, warmup_steps=2, eval_every=3, eval_windows=8, checkpoint_every=2, compute_dtype="float32", device="cpu",
@@ -181,6 +182,7 @@ for wrong, words in (({"batch_size": 3}, "batch_size must be a multiple of the n
     else: raise AssertionError(wrong)
 assert not os.path.exists("wrong")
 
+if os.environ["LOSES"] == "no": sys.exit()
 pids = [None, None]
 dist.all_gather_object(pids, os.getpid())
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
@@ -195,5 +197,7 @@ os.kill(pids[1], signal.SIGCONT)
 
 def test_parts_are_rounded_and_counted_as_the_whole_and_nobody_waits_for_ever(place):
     (place[0] / "parts.py").write_text(PARTS)
-    done = start(place, 2, "parts.py")
-    assert done.returncode == 0 and "told: process 0 of 2 has lost another one" in done.stdout, done.stderr[-3000:]
+    done = start(place, 2, "parts.py", LOSES="no" if OLD_TORCH else "yes")
+    assert done.returncode == 0, done.stderr[-3000:]
+    if OLD_TORCH: pytest.skip("the parts are right; an old torch's gloo keeps its first timeout, half an hour, so that no process was lost")
+    assert "told: process 0 of 2 has lost another one" in done.stdout, done.stderr[-3000:]

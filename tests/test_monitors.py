@@ -15,6 +15,7 @@ from altgrad.shadow import Shadow, shadow_metrics
 from altgrad.storage import STORAGES, store_on_grid
 from altgrad.surgery import LayerPrecisionRule, Precision, PrecisionConfig, quantize_model, round_weight_gradients
 from altgrad.thresholds import Alarms
+from old import OLD_TORCH
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 TYPES = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
@@ -109,6 +110,7 @@ def test_names_are_paths_of_the_registry():
     assert len(set(full)) == len(full)
 
 
+@pytest.mark.skipif(OLD_TORCH, reason="in torch 2.8 numbers that are known are unknown too where tensors are fake")
 def test_nothing_in_a_step_waits_for_the_device():
     "A fake tensor has no values: asking for one raises. The eager passes ask for none until the parcel is opened."
     before = Q.set_path("eager")

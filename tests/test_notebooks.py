@@ -75,6 +75,12 @@ def test_no_stored_errors(path):
 
 
 @every_notebook
+def test_a_cell_that_shows_documentation_shows_it(path):
+    calls = [c for c in cells(path) if re.search(r"^(for .*: )?show_doc\(", c.source, re.M)]
+    assert [c.source for c in calls if not c.outputs] == []
+
+
+@every_notebook
 def test_no_stored_widgets(path):
     # their ids are drawn anew at every run, and no page can show them without a kernel
     nb = NBProcessor(path).nb

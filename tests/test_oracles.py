@@ -13,6 +13,7 @@ from gfloat import RoundMode
 
 from altgrad.formats import FORMATS, get_format
 from altgrad.quantize import ROUNDING, fake_quantize
+from old import OLD_TORCH
 
 MODES = tuple(mode for mode in ROUNDING if mode != "stochastic")
 CASES = [(name, mode) for name in FORMATS for mode in MODES]
@@ -221,7 +222,7 @@ def test_torch_gives_the_same_inside_the_range(name):
 
 
 DISAGREEMENTS = [  # format, input, policy of ours, our result, library, its result
-    ("E4M3", 500.0, "special", float("nan"), "torch", 448.0),
+    *([] if OLD_TORCH else [("E4M3", 500.0, "special", float("nan"), "torch", 448.0)]),  # an old cast does not saturate either
     ("E4M3", 500.0, "saturate", 448.0, "ml_dtypes", float("nan")),
     ("E5M2", 1e5, "saturate", 57344.0, "torch", float("inf")),
     ("E5M2", 1e5, "saturate", 57344.0, "ml_dtypes", float("inf")),

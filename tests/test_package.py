@@ -51,7 +51,7 @@ def user(dist, tmp_path_factory):
     run(sys.executable, "-m", "pip", "--python", env / "bin/python", "install", "-q", "--no-deps", "--no-index", "--disable-pip-version-check", wheel)
     site = next(env.glob("lib/python*/site-packages"))
     (site / "requirements.pth").write_text("\n".join(p for p in sys.path if p.endswith("-packages")))  # .pth files in there are not read: no editable install
-    (site / "sitecustomize.py").write_text(f"import sys\nfor name in {DEVELOPMENT!r}: sys.modules[name] = None\n")
+    (site / "without.pth").write_text(f"import sys; sys.modules.update(dict.fromkeys({tuple(DEVELOPMENT)!r}))\n")  # a sitecustomize may be the system's own
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "IN_TEST")} | {"HOME": str(place), "ALTGRAD_CACHE": str(place / "cache")}
     return lambda command, *args: run(env / "bin" / command, *args, cwd=work, env=clean)
 
