@@ -55,8 +55,8 @@ export: $(INSTALLED) ## write altgrad/ from the notebooks, and clean the noteboo
 	$(BIN)/nbdev_export
 	$(BIN)/nbdev_clean
 
-notebooks: export ## run every notebook again and keep the outputs (slow)
-	$(BIN)/python .ci/notebooks.py execute
+notebooks: export ## run every notebook again and keep the outputs (a quarter of an hour; one thread, because the last digits depend on their number)
+	OMP_NUM_THREADS=1 $(BIN)/python .ci/notebooks.py execute
 
 readme: $(INSTALLED) ## write README.md from nbs/index.ipynb
 	$(BIN)/python .ci/notebooks.py readme
