@@ -25,12 +25,14 @@ TIMEOUT = timedelta(minutes=5)  # how long a process waits for another
 def join() -> None:
     "Joins the processes that torchrun started; nothing where it did not, or started one."
     if dist.is_initialized() or not all(key in os.environ for key in _TOLD) or os.environ["WORLD_SIZE"] == "1": return
+    import torch.distributed.nn  # noqa: F401 (its functions keep the group that exists when it is loaded as their default, and with it the group's threads)
+
     if torch.cuda.is_available(): torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     with _others(): dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
     atexit.register(_leave)
 
 def _leave() -> None:
-    "Ends the group before the interpreter does: its threads, still running then, would now and then abort a process that is done."
+    "Ends the group and its threads before the interpreter ends: a thread that still gave back a tensor then would abort a process that is done."
     if dist.is_initialized(): dist.destroy_process_group()
 
 def world() -> int:
