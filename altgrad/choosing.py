@@ -9,7 +9,7 @@ __all__ = ['OUTLIER', 'SCALES', 'TensorProfile', 'profile_of', 'sqnr_db', 'best_
 # %% ../nbs/02b_choosing.ipynb #540c3698
 import math
 from dataclasses import dataclass
-from typing import Iterable
+from typing import TYPE_CHECKING, Iterable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from .formats import COLORS, EIGHT_BIT, FP8Format, InputError, get_format, unknown
 from .quantize import fake_quantize
 from .scaling import compute_scale
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # %% ../nbs/02b_choosing.ipynb #5dd16e7a
 OUTLIER = 6.0  # an outlier lies beyond so many root mean squares
@@ -61,7 +64,7 @@ def profile_of(
 SCALES = ("any", "power_of_two")
 
 def sqnr_db(
-    x: Tensor,  # float tensor, not all zero
+    x: Tensor,  # float tensor of any shape, not all zero
     fmt: FP8Format | str,
     scale: Tensor | float,  # positive divisor, broadcastable to `x`
 ) -> float:  # decibels; inf where nothing is lost
@@ -70,7 +73,7 @@ def sqnr_db(
     return 10 * (x.double().square().sum() / noise).log10().item()
 
 def best_scale(
-    x: Tensor,  # float32 or float64, finite, not all zero
+    x: Tensor,  # float32 or float64 of any shape, finite, not all zero
     fmt: FP8Format | str,
     scales: str = "any",  # one of `SCALES`: any number (to a 64th of an octave), or powers of two
 ) -> tuple[float, float]:  # the scale, and the SQNR there in decibels
@@ -87,9 +90,9 @@ def best_scale(
 
 # %% ../nbs/02b_choosing.ipynb #f60b93ee
 def plot_scale_search(
-    x: Tensor,  # float tensor
+    x: Tensor,  # float32 or float64 of any shape, finite, not all zero
     names: Iterable[str] = ("E0M7", "E2M5", "E3M4", "E4M3", "E5M2"),
-):  # the matplotlib figure
+) -> "Figure":  # of matplotlib
     "SQNR against the scale, in octaves from the exact amax scale, with the best one marked."
     import matplotlib.pyplot as plt
 
@@ -115,7 +118,7 @@ class FormatScore:
     lost: float  # share of nonzero elements that became zero at the best scale
 
 def score(
-    x: Tensor,  # float32 or float64, finite, not all zero
+    x: Tensor,  # float32 or float64 of any shape, finite, not all zero
     fmt: FP8Format | str,
     scales: str = "any",  # one of `SCALES`
 ) -> FormatScore:

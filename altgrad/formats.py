@@ -14,10 +14,13 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Iterable, Mapping
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # %% ../nbs/00_formats.ipynb #e6e2d085
 class InputError(ValueError):
@@ -319,7 +322,7 @@ def unit_in_first_place(
 
 # %% ../nbs/00_formats.ipynb #756d4910
 def power_of_two(
-    exponent: Tensor,  # integers from -1022 to 1023
+    exponent: Tensor,  # integers from -1022 to 1023, any shape
 ) -> Tensor:  # float64 of the same shape
     "2^exponent, exact on every device because it is built from its bits."
     return ((exponent.long() + 1023) << 52).view(torch.float64)
@@ -520,7 +523,7 @@ def _html(fmt: FP8Format) -> str:
 def plot_grids(
     names: Iterable[str] = EIGHT_BIT,  # formats, top to bottom
     linear_below: float = 2.0**-66,  # the axis is linear inside this magnitude
-):  # the matplotlib figure
+) -> "Figure":  # of matplotlib
     "All finite values of each format on one symmetric-logarithmic axis."
     import matplotlib.pyplot as plt
 

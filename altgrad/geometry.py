@@ -9,16 +9,19 @@ __all__ = ['FORMULAS', 'STEPPED', 'floor_at', 'stiffness_floor', 'check_sign_mag
 
 # %% ../nbs/03_geometry.ipynb #ae013aa1
 import math
-from typing import Iterable, NamedTuple
+from typing import TYPE_CHECKING, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .formats import COLORS, EIGHT_BIT, FORMATS, FP8Format, InputError, get_format, ulp, unit_in_first_place, unknown
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 # %% ../nbs/03_geometry.ipynb #c89ff583
 def floor_at(
-    amax: Tensor,  # largest magnitudes of tensors, in units of their format
+    amax: Tensor,  # largest magnitudes of tensors, in units of their format; any shape
     fmt: FP8Format,
     damping: float = 0.0,  # absolute floor
     floor_octaves: float | None = None,  # R: floor 2^-R times the spacing at `amax`
@@ -30,7 +33,7 @@ def floor_at(
     return (ulp(fmt, amax) * 2.0**-floor_octaves).clamp(min=damping)
 
 def stiffness_floor(
-    w: Tensor,  # a tensor in units of its format; only its amax matters
+    w: Tensor,  # a tensor of any shape in units of its format; only its amax matters
     fmt: FP8Format,
     damping: float = 0.0,  # absolute floor
     floor_octaves: float | None = None,  # R: floor 2^-R times the spacing at the tensor's largest magnitude
@@ -66,10 +69,10 @@ def formula_numbers(
     return slope, low, 2.0**fmt.max_exponent if formula in STEPPED else math.inf
 
 def raw_stiffness(
-    a: Tensor,  # magnitudes, in units of the format; float32 or float64
-    slope: Tensor | float,  # the three numbers of `formula_numbers`,
-    low: Tensor | float,  # all floats or all scalar tensors
-    cap: Tensor | float,
+    a: Tensor,  # magnitudes, in units of the format; float32 or float64, any shape
+    slope: Tensor | float,  # the three numbers of `formula_numbers`: scalar tensors, or floats
+    low: Tensor | float,  # scalar
+    cap: Tensor | float,  # scalar
     stepped: bool = True,  # whether the formula is in `STEPPED`
 ) -> Tensor:  # shape and dtype of `a`
     "The stiffness without floors."
@@ -78,7 +81,7 @@ def raw_stiffness(
 
 # %% ../nbs/03_geometry.ipynb #7fd8dda9
 def stiffness(
-    w: Tensor,  # float, in units of the format (divide by the scale first)
+    w: Tensor,  # float tensor of any shape, in units of the format (divide by the scale first)
     fmt: FP8Format | str,
     *,
     damping: float = 0.0,  # absolute floor, see `stiffness_floor`
@@ -95,7 +98,7 @@ def plot_stiffness(
     names: Iterable[str] = EIGHT_BIT,  # formats to draw
     low: float = -24,  # the axis starts at 2^low
     high: float = 16,  # and ends at 2^high
-):  # the matplotlib figure
+) -> "Figure":  # of matplotlib
     "Spacing against magnitude for each format, both axes logarithmic."
     import matplotlib.pyplot as plt
 
@@ -160,21 +163,27 @@ def line_numbers(
     return plain._replace(offset=_phi(at, plain) - at / floor)
 
 # %% ../nbs/03_geometry.ipynb #6b42a1b6
-def to_line(a: Tensor, n: LineNumbers) -> Tensor:
+def to_line(
+    a: Tensor,  # magnitudes, any shape
+    n: LineNumbers,
+) -> Tensor:  # shape and dtype of `a`
     "The coordinate of magnitudes `a` >= 0."
     return torch.where(a < n.start, a / n.floor, _phi(a, n) - n.offset)
 
-def from_line(psi: Tensor, n: LineNumbers) -> Tensor:
+def from_line(
+    psi: Tensor,  # any shape
+    n: LineNumbers,
+) -> Tensor:  # shape and dtype of `psi`
     "The magnitude at `psi` >= 0."
     inner = psi * n.floor
     return torch.where(inner < n.start, inner, _phi_inverse(psi + n.offset, n))
 
 # %% ../nbs/03_geometry.ipynb #00ad0d0b
 def code_coordinate(
-    w: Tensor,  # float, in units of the format
+    w: Tensor,  # float tensor of any shape, in units of the format
     fmt: FP8Format | str,
     *,
-    floor: Tensor | float = 0.0,  # of the stiffness, from `stiffness_floor`
+    floor: Tensor | float = 0.0,  # of the stiffness, from `stiffness_floor`: scalar, or broadcastable to `w`
 ) -> Tensor:  # same shape and dtype
     "The integral of 1/S from 0 to `w`: with no floor, the position of `w` among the format's codes. Odd, continuous, increasing."
     fmt = get_format(fmt)
@@ -184,10 +193,10 @@ def code_coordinate(
 
 # %% ../nbs/03_geometry.ipynb #5a928439
 def from_code_coordinate(
-    phi: Tensor,  # float
+    phi: Tensor,  # float tensor of any shape
     fmt: FP8Format | str,
     *,
-    floor: Tensor | float = 0.0,  # the same as in `code_coordinate`
+    floor: Tensor | float = 0.0,  # the same as in `code_coordinate`: scalar, or broadcastable to `phi`
 ) -> Tensor:  # same shape and dtype, in units of the format
     "The inverse of `code_coordinate`, not limited to the format's range."
     fmt = get_format(fmt)
@@ -200,7 +209,7 @@ def sign_barrier(
     w: float,  # a positive magnitude in units of the format
     fmt: FP8Format | str,
     *,
-    floor: Tensor | float = 0.0,
+    floor: Tensor | float = 0.0,  # of the stiffness, scalar
 ) -> float:  # steps of one unit of the coordinate
     "How many unit steps lead from +w to -w."
     return 2 * code_coordinate(torch.tensor(w, dtype=torch.float64), fmt, floor=floor).item()

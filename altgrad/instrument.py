@@ -100,7 +100,7 @@ def pretrain(
 
 # %% ../nbs/14b_instrument.ipynb #e0d4c5eb
 def state_hash(
-    state: Mapping[str, Tensor],  # name to tensor
+    state: Mapping[str, Tensor],  # name to tensor of any shape
 ) -> str:  # SHA-256, hex
     "A hash over names, shapes and float32 values."
     digest = hashlib.sha256()
@@ -335,8 +335,8 @@ def _proposals() -> Iterator[list[Tensor]]:
 @torch.no_grad()
 def explain_step(
     old: Tensor,  # the weight before, [..., elements]
-    new: Tensor,  # as the rule proposed it
-    kept: Tensor,  # as it was stored
+    new: Tensor,  # as the rule proposed it, the same shape
+    kept: Tensor,  # as it was stored, the same shape
     scale: Tensor,  # of the format's grid, broadcasts to `old`
     fmt: Any,  # the format
 ) -> dict[str, Tensor]:  # each [...]
@@ -368,10 +368,10 @@ def _weighted(rows: list[dict[str, float]], sizes: list[int]) -> dict[str, float
 @torch.no_grad()
 def explain_end(
     fmt: Any,  # the format, or its name
-    weights: list[Tensor],  # the trained tensors
-    scales: list[Tensor],  # their grids' scales
-    start: list[Tensor],  # the tensors before the first update
-    start_scales: list[Tensor],
+    weights: list[Tensor],  # the trained tensors, of any shapes
+    scales: list[Tensor],  # their grids' scales, broadcastable to them
+    start: list[Tensor],  # the tensors before the first update, of the same shapes
+    start_scales: list[Tensor],  # and their scales, broadcastable to them
 ) -> dict[str, float]:
     "Where the weights ended, in the format's terms."
     rows, fmt = [], get_format(fmt)

@@ -97,7 +97,7 @@ def model_codes(
 
 # %% ../nbs/05c_interchange.ipynb #d6b66a14
 def save_codes(
-    what: nn.Module | Mapping[str, Codes | Tensor],  # a quantized model, or tensors by name
+    what: nn.Module | Mapping[str, Codes | Tensor],  # a quantized model, or tensors of any shapes by name
     path: Path | str,  # of the file, usually *.safetensors; overwritten if it is there
     metadata: Mapping[str, str] | None = None,  # more words for the file's header
 ) -> None:

@@ -6,6 +6,8 @@
 __all__ = ['FP8Manifold', 'plot_geodesics', 'first_step', 'plot_first_step']
 
 # %% ../nbs/04_manifold.ipynb #09679a20
+from typing import TYPE_CHECKING
+
 import geoopt
 import torch
 from geoopt.manifolds.base import ScalingInfo
@@ -15,6 +17,9 @@ from torch import Tensor
 from .formats import COLORS, EIGHT_BIT, PRECISION, FP8Format, InputError, get_format
 from .geometry import code_coordinate, from_code_coordinate, stiffness, stiffness_floor
 from .scaling import compute_scale
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # %% ../nbs/04_manifold.ipynb #1a6a5b57
 def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
@@ -167,7 +172,7 @@ class FP8Manifold(_Range):
     has it. Points are float32 or float64; anything else, and bad options, are an InputError.
     """
     @_Range.__scaling__(ScalingInfo(), "random")
-    def random_uniform(self, *size, dtype: torch.dtype | None = None, device=None) -> geoopt.ManifoldTensor:
+    def random_uniform(self, *size: int | tuple[int, ...], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> geoopt.ManifoldTensor:
         "Points uniform in the manifold's own measure over the format's range: every code is equally likely."
         psi = 2 * torch.rand(size2shape(*size), dtype=dtype, device=device) - 1
         top = self.limit(psi)
@@ -176,12 +181,14 @@ class FP8Manifold(_Range):
     random = random_uniform
 
     @_Range.__scaling__(ScalingInfo())
-    def random_normal(self, *size, mean: float = 0.0, std: float = 0.25, dtype: torch.dtype | None = None, device=None) -> geoopt.ManifoldTensor:
+    def random_normal(self, *size: int | tuple[int, ...], mean: float = 0.0, std: float = 0.25,
+                      dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> geoopt.ManifoldTensor:
         "Normal weights, clamped to the range; `mean` and `std` in units of the format (before the scale)."
         x = torch.randn(size2shape(*size), dtype=dtype, device=device) * std + mean
         return geoopt.ManifoldTensor(self.projx(x * self._scale_for(x)), manifold=self)
 
-    def origin(self, *size, dtype: torch.dtype | None = None, device=None, seed: int | None = 42) -> geoopt.ManifoldTensor:
+    def origin(self, *size: int | tuple[int, ...], dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+               seed: int | None = 42) -> geoopt.ManifoldTensor:
         "Zeros; `seed` is for geoopt's interface."
         return geoopt.ManifoldTensor(torch.zeros(size2shape(*size), dtype=dtype, device=device), manifold=self)
 
@@ -191,7 +198,7 @@ def _unit_manifold(name: str) -> FP8Manifold:
     fmt = get_format(name)
     return FP8Manifold(fmt, scale=1 / fmt.max if fmt.max < 2**16 else 0.5)
 
-def plot_geodesics(names: tuple[str, ...] = EIGHT_BIT):  # the matplotlib figure
+def plot_geodesics(names: tuple[str, ...] = EIGHT_BIT) -> "Figure":  # of matplotlib
     "A geodesic across zero, and equal steps from zero, for each format."
     import matplotlib.pyplot as plt
 
@@ -228,7 +235,7 @@ def first_step(
     return start.abs(), m.dist(start, w.detach())
 
 # %% ../nbs/04_manifold.ipynb #7156e366
-def plot_first_step(lr: float = 1e-3):  # the matplotlib figure
+def plot_first_step(lr: float = 1e-3) -> "Figure":  # of matplotlib
     "Codes moved by the first step against the weight's magnitude: Adam at `lr`, and RiemannianAdam on the manifold at one code."
     import matplotlib.pyplot as plt
 

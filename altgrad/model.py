@@ -143,7 +143,7 @@ def loss_from(
 def loss_of(
     model: nn.Module,  # maps tokens [B, T] to logits
     x: Tensor,  # int64 [B, T]
-    y: Tensor,  # see `loss_from`
+    y: Tensor,  # [B, T] or [B, labels], see `loss_from`
 ) -> Tensor:  # scalar
     "`loss_from` of what the model says of `x`."
     return loss_from(model(x), y)

@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from .scaling import compute_scale
 from .statistics import _bins, _count_bins, _histogram, _layout
 from .storage import GridTensor
 from .surgery import CLASSES, Precision, Quantized, Quantizer, quantized_layers, quantizers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # %% ../nbs/08_monitors.ipynb #ba46f687
 @dataclass(frozen=True)
@@ -247,8 +250,8 @@ def _powers(device: torch.device) -> Tensor: return torch.tensor([0, 0, 0, 2, 1,
 
 @torch.no_grad()
 def rounding_sums(
-    x: Tensor,  # float tensor, not empty
-    y: Tensor,  # the same tensor rounded
+    x: Tensor,  # float tensor of any shape, not empty
+    y: Tensor,  # the same tensor rounded, the same shape
     scale: Tensor,  # under this scale, broadcastable to `x`
     fmt: FP8Format,
 ) -> Tensor:  # float64, `SUMS` in units of `x`, then the number of elements
@@ -276,10 +279,10 @@ def _worth_fusing(x: Tensor, p: Precision, scale: Tensor) -> bool:
 
 @torch.no_grad()
 def round_and_sum(
-    x: Tensor,  # float tensor, not empty
+    x: Tensor,  # float tensor of any shape, not empty
     p: Precision,  # how it is rounded
     scale: Tensor,  # a power of two, or powers of two that broadcast to `x`
-    key: int | Tensor | None = None,  # for stochastic rounding
+    key: int | Tensor | None = None,  # for stochastic rounding: an int, or a scalar int64 tensor
 ) -> tuple[Tensor, Tensor]:  # `fake_quantize` of the same; its `rounding_sums`
     "Rounds and counts, in one pass where that is possible."
     if _worth_fusing(x, p, scale):
@@ -333,8 +336,12 @@ SAMPLE = 4096  # elements of a tensor that stand for it where a pass over all wo
 COUNTED = 1 << 18  # elements, or up to twice as many, that a histogram counts
 
 @torch.no_grad()
-def code_counts(y: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
-    "How many elements of a rounded tensor have each code, int64 [256] (the top 8 bits of longer codes); of a large tensor, elements at equal distances."
+def code_counts(
+    y: Tensor,  # a rounded tensor of any shape, not empty
+    scale: Tensor,  # broadcastable to `y`
+    fmt: FP8Format,
+) -> Tensor:  # int64 [256]; of formats with more bits, by the top 8
+    "How many elements of a rounded tensor have each code; of a large tensor, elements at equal distances."
     rows = max(1, y.numel() // COUNTED)
     q = y.reshape(-1)[::rows].float() / (scale.expand(y.shape).reshape(-1)[::rows] if scale.dim() else scale)
     step, bins, layout = Q.CHUNK if q.device.type == "cpu" else max(1, q.numel()), 0, _layout(fmt, q.device)[0]
@@ -346,7 +353,9 @@ def code_counts(y: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
 @cache
 def _sample_index(n: int, device: torch.device) -> Tensor: return torch.arange(SAMPLE, device=device) * n // SAMPLE
 
-def sample(x: Tensor) -> Tensor:
+def sample(
+    x: Tensor,  # of any shape, not empty
+) -> Tensor:  # float32 [`SAMPLE`]
     "`SAMPLE` elements of a tensor, at equal distances; repeated where it has fewer."
     return x.reshape(-1)[_sample_index(x.numel(), x.device)].float()
 
@@ -478,9 +487,9 @@ def _update_sums(how: Q._How) -> Callable:
 @torch.no_grad()
 def update_sums(
     before: Tensor,  # float32 weights [out, in]
-    after: Tensor,
+    after: Tensor,  # the same shape
     scale: Tensor,  # before, broadcastable to the weights
-    scale_after: Tensor,
+    scale_after: Tensor,  # broadcastable to the weights
     fmt: FP8Format,
 ) -> Tensor:  # float64: updates, flips, sign changes
     "What a step did to weights that are rounded to nearest at their use."
@@ -637,7 +646,7 @@ def attention_metrics(found: Mapping[Any, np.ndarray]) -> dict[str, float]:
 # %% ../nbs/08_monitors.ipynb #2c9b368f
 @torch.no_grad()
 def matrix_health(
-    w: Tensor,  # a matrix
+    w: Tensor,  # float [rows, columns]
 ) -> tuple[Tensor, Tensor, Tensor]:  # spectral norm, stable rank, effective rank; NaN for a matrix that is not finite, 0 for one of zeros
     "The metrics of `HEALTH` of one matrix."
     w = w.double() if w.shape[0] <= w.shape[1] else w.double().T
@@ -811,7 +820,7 @@ def plot_histogram_over_time(
     steps: np.ndarray,  # [n]
     counts: np.ndarray,  # [n, 256], elements with each code
     title: str = "",
-):  # the matplotlib figure
+) -> "Figure":  # of matplotlib
     "Heat map of step and code: the share of elements, on a logarithmic colour scale; codes in order of value, zero in the middle."
     import matplotlib.pyplot as plt
     from matplotlib.colors import LogNorm
@@ -828,7 +837,7 @@ def plot_histogram_over_time(
 def plot_ranges(
     values: Mapping[str, float],  # path to value, from a `Measurement`
     formats: Mapping[str, FP8Format | str],  # of each kind of tensor
-):  # the matplotlib figure
+) -> "Figure":  # of matplotlib
     "RMS and amax of every rounded tensor inside its format's range; the axis is in octaves below the format's largest value."
     import matplotlib.pyplot as plt
     rows = [path.split("/")[1:3] for path in values if path.endswith("/rms_octaves") and not math.isnan(values[path])]
@@ -846,7 +855,7 @@ def plot_ranges(
 # %% ../nbs/08_monitors.ipynb #836348bc
 def plot_stiffness_field(
     model: nn.Module,  # with quantized layers
-):  # the matplotlib figure
+) -> "Figure":  # of matplotlib
     "Heat map of layer and spacing: the share of a layer's weights with each local spacing, relative to the layer's RMS."
     import matplotlib.pyplot as plt
     layers, bins = dict(quantized_layers(model)), np.arange(-16, 4)
@@ -868,7 +877,7 @@ def plot_by_layer(
     metrics: Iterable[str],  # ends of paths, e.g. "bit_stall_rate"; one panel each
     limits: Mapping[str, float] = {},  # noqa: B006 (metric to a threshold, drawn as a line)
     log: Iterable[str] = (),  # metrics with a logarithmic axis
-):  # the matplotlib figure
+) -> "Figure":  # of matplotlib
     "One thin line for every layer, and a thick one for all of them, over the steps."
     import matplotlib.pyplot as plt
     metrics = list(metrics)

@@ -122,7 +122,7 @@ class GeometryOptimizer(_Groups):
         raise NotImplementedError
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None):  # the closure's loss, if there is one
+    def step(self, closure: Callable | None = None) -> Any:  # the closure's loss, if there is one
         "One update of every parameter that has a gradient."
         loss = None
         if closure is not None:
@@ -250,7 +250,7 @@ class _BentAdam(GeometryOptimizer):
 
     def needs_spare(self, group: dict[str, Any]) -> bool: return group["power"] != 0
 
-    def move(self, job, group, state):
+    def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         w, g, moments, grid, spare, _ = job
         numbers, how = _adam_numbers(w, group, state["step"]), (spare, grid, *_how_to_bend(group))
         if group["power"] == 0: _run(group, _adam_pass, w, g, _numbers(w, 1.0)[0], *moments, numbers)
@@ -328,7 +328,7 @@ class StiffnessSGD(GeometryOptimizer):
 
     def needs_spare(self, group: dict[str, Any]) -> bool: return True
 
-    def move(self, job, group, state):
+    def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         w, g, moments, grid, spare, _ = job
         numbers, buffer = _numbers(w, -group["lr"], group["weight_decay"], group["momentum"]), moments[0] if moments else None
         ratio = _run(group, _bent_sgd_pass, w, g, buffer, numbers, spare, grid, *_how_to_bend(group))
@@ -396,7 +396,7 @@ class RiemannianAdamW(GeometryOptimizer):
     def grid_numbers(self, group: dict[str, Any], parameters: list[Tensor]) -> Tensor:
         return _line_numbers(_grids(group, parameters), group)
 
-    def move(self, job, group, state):
+    def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         _run(group, _riemannian_pass, job.w, job.g, *job.moments, _adam_numbers(job.w, group, state["step"]), job.grid)
 
 # %% ../nbs/05b_optim.ipynb #d6cde9e0
@@ -430,7 +430,7 @@ class Madam(GeometryOptimizer):
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]: return ("exp_avg_sq",)
 
-    def move(self, job, group, state):
+    def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         w, beta = job.w, group["beta"]
         if "max" not in state: state["max"] = group["max_ratio"] * w.square().mean().sqrt()
         numbers = _numbers(w, -group["lr"], beta, 1 - beta, 1 - beta ** state["step"], group["eps"], group["bound"])
@@ -493,7 +493,7 @@ class GridSGD(GeometryOptimizer):
     def grid_numbers(self, group: dict[str, Any], parameters: list[Tensor]) -> Tensor:
         return _line_numbers(_grids(group, parameters), group)
 
-    def move(self, job, group, state):
+    def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         (w, g, moments, grid, _, on_grid), key = job, None
         if group["rounding"] == "stochastic" and not on_grid:
             state.setdefault("number", len(self.state))  # of the parameter, so that no two draw the same

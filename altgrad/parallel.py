@@ -56,7 +56,7 @@ def _others() -> Iterator[None]:
 
 # %% ../nbs/06b_parallel.ipynb #ae7c8bc2
 def part(
-    x: Tensor,  # of a batch, the same in every process; its length is a multiple of their number
+    x: Tensor,  # [batch, ...], the same in every process; the batch is a multiple of their number
 ) -> Tensor:
     "The piece of `x` along its first dimension that belongs to this process."
     return x.chunk(world())[rank()]
@@ -114,7 +114,7 @@ def _taken(told: tuple[Any, InputError | None]) -> Any:
 
 # %% ../nbs/06b_parallel.ipynb #d836a076
 def key_from(
-    key: int | Tensor,  # from `rounding_key`
+    key: int | Tensor,  # from `rounding_key`: an int, or a scalar int64 tensor
     start: int,  # place of the first element in the whole tensor
 ) -> int | Tensor:
     "The key under which a part of a tensor draws what it would draw as a part of the whole, which has at most 2^32 elements."

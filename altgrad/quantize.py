@@ -12,12 +12,15 @@ import os
 import warnings
 from functools import cache, lru_cache, partial
 from types import FunctionType
-from typing import Any, Callable, Iterable, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, Iterable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from .formats import COLORS, EIGHT_BIT, FORMATS, PRECISION, FP8Format, InputError, _spec, get_format, unit_in_first_place, unknown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # %% ../nbs/01_quantize.ipynb #a12c8c28
 class _Grid(NamedTuple):
@@ -150,7 +153,7 @@ def _mix(h: Tensor | int) -> Tensor | int:
 
 def rounding_key(
     seed: int,  # of the run
-    step: int | Tensor = 0,  # the update; an int64 tensor where a compiled training step must not depend on its value
+    step: int | Tensor = 0,  # the update; a scalar int64 tensor where a compiled training step must not depend on its value
     tensor: int = 0,  # number of the tensor in its model
 ) -> int | Tensor:  # 62 bits; a tensor if `step` is one
     "A key for stochastic rounding: different for every seed, step and tensor."
@@ -194,7 +197,7 @@ CHUNK = 1 << 17  # elements that are worked on at a time, so that what lies betw
 
 def uniform(
     shape: torch.Size,  # of the result
-    key: int | Tensor,  # from `rounding_key`
+    key: int | Tensor,  # from `rounding_key`: an int, or a scalar int64 tensor
     device: torch.device | str = "cpu",
 ) -> Tensor:  # float32 in [0, 1), multiples of 2^-24
     "Uniform numbers that depend on the key and on an element's index only: the same on every device."
@@ -465,7 +468,7 @@ def fake_quantize(
     *,
     rounding: str = "nearest",  # one of `ROUNDING`
     overflow: str = "saturate",  # one of `OVERFLOW`: what happens beyond the limits, and beyond what the dtype of `x` holds
-    key: int | Tensor | None = None,  # for stochastic rounding, from `rounding_key`: an int or a 0-d int64 tensor
+    key: int | Tensor | None = None,  # for stochastic rounding, from `rounding_key`: an int, or a scalar int64 tensor
     random_bits: int = 24,  # that stochastic rounding spends on an element, 1 to 24
     gradient: str = "straight_through",  # one of `GRADIENTS`: clipped is zero where the value overflowed
 ) -> Tensor:  # shape, dtype and device of `x`
@@ -482,7 +485,7 @@ def quantize(
     *,
     rounding: str = "nearest",  # these as in `fake_quantize`
     overflow: str = "saturate",
-    key: int | Tensor | None = None,
+    key: int | Tensor | None = None,  # an int, or a scalar int64 tensor
     random_bits: int = 24,
     gradient: str = "straight_through",
 ) -> Tensor:  # values of the format, in the dtype of `x` (which must hold them: bfloat16 holds every 8-bit format)
@@ -492,8 +495,8 @@ def quantize(
     return _estimate(x, _as_scale(scale, x), key, fmt, rounding, overflow, random_bits, 0, False, gradient)
 
 def dequantize(
-    q: Tensor,  # values of a format
-    scale: Tensor | float = 1.0,  # what `quantize` divided by; gets no gradient
+    q: Tensor,  # values of a format, any shape
+    scale: Tensor | float = 1.0,  # what `quantize` divided by, broadcastable to `q`; gets no gradient
 ) -> Tensor:  # shape and dtype of `q`
     "`q * scale`, rounded once to the dtype of `q`; the gradient is multiplied by the scale."
     factor = _as_scale(scale, q)
@@ -503,7 +506,7 @@ def dequantize(
 def plot_staircase(
     name: str = "E4M3",  # the format
     limit: float = 1.0,  # the axis runs from -limit to limit
-):  # the matplotlib figure
+) -> "Figure":  # of matplotlib
     "The staircase of `fake_quantize` over the identity, and its straight-through derivative beneath."
     import matplotlib.pyplot as plt
 
@@ -521,9 +524,9 @@ def plot_staircase(
 
 # %% ../nbs/01_quantize.ipynb #fe70d207
 def plot_bit_histogram(
-    x: Tensor,  # the tensor; its largest magnitude is placed on each format's max
+    x: Tensor,  # of any shape; its largest magnitude is placed on each format's max
     names: Iterable[str] = EIGHT_BIT,  # formats, one panel each
-):  # the matplotlib figure
+) -> "Figure":  # of matplotlib
     "Share of elements in each of the 256 codes, from the most negative value to the most positive."
     import matplotlib.pyplot as plt
 

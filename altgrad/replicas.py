@@ -44,7 +44,7 @@ class Facts(NamedTuple):
 
 def facts_of(
     formats: list[FP8Format],  # one a replica
-    like: Tensor,  # whose dtype and device the numbers get
+    like: Tensor,  # of any shape; the numbers get its dtype and device
 ) -> Facts:
     "The facts of formats as columns."
     column = lambda values, dtype=like.dtype: torch.tensor(values, dtype=dtype, device=like.device).view(-1, 1)

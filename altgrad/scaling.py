@@ -9,7 +9,7 @@ __all__ = ['WIDE', 'KINDS', 'REDUCTIONS', 'compute_scale', 'amax_of', 'spread', 
 
 # %% ../nbs/02_scaling.ipynb #0d888b12
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from .formats import COLORS, FP8Format, InputError, get_format, power_of_two, unknown
 from .quantize import _is_plain, fake_quantize
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # %% ../nbs/02_scaling.ipynb #78e4d6ba
 WIDE = 2.0**16  # a format with a larger max gets amax in [1, 2) instead of at its max
@@ -84,7 +87,7 @@ def amax_of(
 
 # %% ../nbs/02_scaling.ipynb #3d55bf34
 def spread(
-    per_block: Tensor,  # one number a block along `dim`
+    per_block: Tensor,  # [..., blocks, ...], one number a block along `dim`
     block: int,  # elements a block
     length: int,  # of the tensor along `dim`
     dim: int = -1,
@@ -297,7 +300,7 @@ def spike_response(
 def plot_spike(
     formats: tuple[str, ...] = ("E4M3", "E2M5"),  # one column each
     at: int = 50,  # the step of the spike
-):  # the matplotlib figure
+) -> "Figure":  # of matplotlib
     "The response of each recipe to a spike: scale, overflow rate and SQNR, around the step."
     import matplotlib.pyplot as plt
 

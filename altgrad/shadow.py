@@ -6,7 +6,7 @@
 __all__ = ['random_states', 'linear_weights', 'shadow_gradients', 'Shadow', 'shadow_metrics', 'plot_cosine']
 
 # %% ../nbs/09_shadow.ipynb #f70fee15
-from typing import Any, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from .model import loss_of
 from .monitors import Parcel
 from .parallel import total, world
 from .surgery import CLASSES, Quantized, high_precision
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # %% ../nbs/09_shadow.ipynb #dcc7e6a3
 def random_states(device: torch.device) -> dict[str, Tensor]:
@@ -35,8 +38,8 @@ def linear_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def shadow_gradients(
     model: nn.Module,
-    batches: Sequence[tuple[Tensor, Tensor]],  # the micro-batches of a step: tokens and the tokens that follow
-    states: Mapping[str, Tensor],  # from `random_states` before the step's forward pass
+    batches: Sequence[tuple[Tensor, Tensor]],  # the micro-batches of a step: tokens and the tokens that follow, int64 [B, T]
+    states: Mapping[str, Tensor],  # device type to uint8 [bytes], from `random_states` before the step's forward pass
     loss: Callable = loss_of,  # of model, tokens and next tokens
 ) -> dict[str, Tensor]:  # qualified layer name to gradient, float32
     "The gradients of these weights for the mean loss over micro-batches, in FP32 without rounding."
@@ -97,8 +100,8 @@ def shadow_metrics(
 def plot_cosine(
     series: Mapping[str, tuple[np.ndarray, np.ndarray]],  # from `read_series` or `series_of`
     title: str = "",
-    ax: Any = None,  # matplotlib axes; None makes a figure
-):  # the axes
+    ax: "Axes | None" = None,  # of matplotlib; None makes a figure
+) -> "Axes":  # that was drawn on
     "Heat map of step and layer: the gradient's distance from its shadow, as log10 of 1 - cosine."
     import matplotlib.pyplot as plt
     rows = {path.split("/")[1]: v for path, v in series.items() if path.startswith("shadow/") and path.endswith("/cosine") and "/all/" not in path}

@@ -231,7 +231,7 @@ def quantize_stats(
     *,
     rounding: str = "nearest",  # these three as in `fake_quantize`
     overflow: str = "saturate",
-    key: int | Tensor | None = None,
+    key: int | Tensor | None = None,  # an int, or a scalar int64 tensor
     histogram: bool = True,  # whether to count codes too, which costs about as much as all the rest
 ) -> tuple[Tensor, QuantStats]:  # `fake_quantize` of the same, without gradient; and its statistics
     "Rounds and counts in one pass; errors as in `fake_quantize`."

@@ -28,7 +28,10 @@ def pack(
     code = code_coordinate(q.abs(), fmt)
     return torch.where(q.signbit(), code + fmt.magnitudes, code).to(fmt.code_dtype)
 
-def unpack(codes: Tensor, fmt: FP8Format) -> Tensor:
+def unpack(
+    codes: Tensor,  # from `pack`, any shape
+    fmt: FP8Format,
+) -> Tensor:  # of the same shape
     "The float32 values of codes."
     if fmt.name == "bfloat16": return codes.float()
     return fmt.values.to(codes.device)[codes.long()]
@@ -110,7 +113,7 @@ def _residual(to: GridTensor, w: Tensor, codes: Tensor, scale: Tensor, key: int 
 @torch.no_grad()
 def write(
     to: GridTensor,
-    w: Tensor,  # the new values before rounding, in the dtype of `to`
+    w: Tensor,  # the new values before rounding, shape and dtype of `to`
 ) -> None:
     "Rounds `w` into `to`, growing its scale where that is needed; what is not finite leaves its code as it was."
     how, fmt = to.how, to.how["fmt"]
@@ -149,7 +152,7 @@ RESIDUAL_BITS = {f"grid_residual{bits}": bits for bits in (2, 4, 8)}
 STORAGES = ("master", "grid_nearest", "grid_stochastic", *RESIDUAL_BITS, "bf16")
 
 def make_grid_tensor(
-    w: Tensor,  # float32 or float64 values; others become float32
+    w: Tensor,  # float32 or float64 values of any shape; others become float32
     fmt: FP8Format | str,  # ignored for `bf16`
     storage: str,  # one of `STORAGES` but the first
     seed: int = 0,  # of stochastic rounding
@@ -207,7 +210,10 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
         else: state |= {f"{name}.{part}": value for part, value in grids[name].parts().items()}
     return state
 
-def load_plain_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+def load_plain_state(
+    model: nn.Module,
+    state: dict[str, Tensor],  # name to tensor, each of the shape that is in the model
+) -> None:
     "Loads what `plain_state` returned into a model with the same storage; KeyError or RuntimeError where it does not fit."
     state = dict(state)
     for name, grid in grid_weights(model).items():

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 
@@ -71,19 +72,39 @@ def test_docstrings(module):
     assert [name for name, value in public(module).items() if is_documentable(value) and not written(value)] == []
 
 
-def bare_parameters(value: object) -> list[str]:
-    "Parameters with neither a type nor a comment. The fields of dataclasses and named tuples have types, else they would be none."
-    if inspect.isclass(value):
-        if is_dataclass(value) or issubclass(value, tuple) or "__init__" not in vars(value): return []
-        value = value.__init__
-    value = inspect.unwrap(value)
-    told = docments(value)
-    return [p.name for p in inspect.signature(value).parameters.values() if p.name != "self" and p.annotation is p.empty and not told.get(p.name)]
+def functions(value: object) -> Iterator[Callable]:
+    "A function, or the public methods of a class and its constructor, if it has one of its own: `dataclass` and `NamedTuple` make theirs of typed fields."
+    if not inspect.isclass(value): yield inspect.unwrap(value)
+    elif not (is_dataclass(value) or issubclass(value, tuple)):
+        yield from (f for name, f in vars(value).items() if inspect.isfunction(f) and (name in ("__init__", "__call__") or name[0] != "_"))
+
+
+def untyped(value: object) -> list[str]:
+    "Parameters without a type, and `return` where a function does not say what it returns."
+    said = [(f, inspect.signature(f)) for f in functions(value)]
+    bare = [f"{f.__name__}({p.name})" for f, s in said for p in s.parameters.values() if p.name != "self" and p.annotation is p.empty]
+    return bare + [f"{f.__name__}: return" for f, s in said if f.__name__ != "__init__" and s.return_annotation is s.empty]
 
 
 @every_module
-def test_parameters(module):
-    found = {name: bare_parameters(value) for name, value in public(module).items() if is_documentable(value)}
+def test_types(module):
+    mine = {name: value for name, value in public(module).items() if is_documentable(value) and value.__module__ == f"altgrad.{module}"}
+    assert {name: bare for name, value in mine.items() if (bare := untyped(value))} == {}
+
+
+SHAPES = "[", "shape", "scalar", "broadcast"  # a comment with one of these says the shape of a tensor
+
+
+def shapeless(value: object) -> list[str]:
+    "Parameters of a function that take tensors, and do not say of which shape."
+    told = docments(value)
+    return [p.name for p in inspect.signature(value).parameters.values()
+            if "torch.Tensor" in inspect.formatannotation(p.annotation) and not any(word in (told.get(p.name) or "") for word in SHAPES)]
+
+
+@every_module
+def test_shapes(module):
+    found = {name: shapeless(inspect.unwrap(value)) for name, value in public(module).items() if is_documentable(value) and not inspect.isclass(value)}
     assert {name: bare for name, bare in found.items() if bare} == {}
 
 
