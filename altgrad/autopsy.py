@@ -11,15 +11,12 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .formats import COLORS, InputError
 from .thresholds import Alarms
 from .tracking import StoredRun, state_of
 from .watch import LIMITS, Tail, limits_of, parse_metric, rows_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # %% ../nbs/15c_autopsy.ipynb #fcdcdac1
 PATIENCE = 5  # consecutive values beyond a limit
@@ -208,7 +205,7 @@ def _report(a: Autopsy) -> list[str]:
 # %% ../nbs/15c_autopsy.ipynb #c3487707
 def plot_autopsy(
     a: Autopsy,
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "The loss with its twin's and the chain of events, and beneath it the quantities that left their range."
     import matplotlib.pyplot as plt
 

@@ -9,7 +9,7 @@ __all__ = ['OUTLIER', 'SCALES', 'TensorProfile', 'profile_of', 'sqnr_db', 'best_
 # %% ../nbs/02b_choosing.ipynb #540c3698
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Iterable
+from typing import Any, Iterable
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from torch import Tensor
 from .formats import COLORS, EIGHT_BIT, FP8Format, InputError, get_format, unknown
 from .quantize import fake_quantize
 from .scaling import compute_scale
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # %% ../nbs/02b_choosing.ipynb #5dd16e7a
 OUTLIER = 6.0  # an outlier lies beyond so many root mean squares
@@ -92,7 +89,7 @@ def best_scale(
 def plot_scale_search(
     x: Tensor,  # float32 or float64 of any shape, finite, not all zero
     names: Iterable[str] = ("E0M7", "E2M5", "E3M4", "E4M3", "E5M2"),
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "SQNR against the scale, in octaves from the exact amax scale, with the best one marked."
     import matplotlib.pyplot as plt
 

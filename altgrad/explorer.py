@@ -12,7 +12,7 @@ import io
 import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Callable, Iterable, NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,6 @@ from .optim import Madam, RiemannianAdamW, StiffnessAdamW
 from .quantize import ROUNDING, fake_quantize, rounding_key
 from .scaling import compute_scale
 from .statistics import QuantStats, quantize_stats
-
-if TYPE_CHECKING:
-    from ipywidgets import VBox
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # %% ../nbs/17_explorer.ipynb #4d1c79f7
 DISTRIBUTIONS = {  # each from a generator and a number of elements; the unit is 1
@@ -164,7 +159,7 @@ def _move(line, x: Tensor, y: Tensor) -> None:
 
 # %% ../nbs/17_explorer.ipynb #5bda6a78
 def view_grid(
-    ax: "Axes",  # of matplotlib, empty
+    ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
     "The numbers of the format, times the scale, beneath the density of the tensor before and after rounding."
     edges = torch.linspace(LOW, HIGH, 4 * (HIGH - LOW) + 1)
@@ -185,7 +180,7 @@ def view_grid(
 
 # %% ../nbs/17_explorer.ipynb #c7578ac0
 def view_codes(
-    ax: "Axes",  # of matplotlib, empty
+    ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
     "How often each code is used, from the most negative value to the most positive."
     ax.set(xlim=(-1, 1), ylim=(0, 1.05), yticks=[], ylabel="uses, over the largest", xlabel="code, by value")
@@ -203,7 +198,7 @@ def view_codes(
 
 # %% ../nbs/17_explorer.ipynb #af01bdba
 def view_error(
-    ax: "Axes",  # of matplotlib, empty
+    ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
     "How far each element is moved, over its size: one dot an element; 2^0 is an element that became zero."
     _octave_axis(ax, "magnitude before rounding")
@@ -220,7 +215,7 @@ def view_error(
 
 # %% ../nbs/17_explorer.ipynb #17173d34
 def view_stiffness(
-    ax: "Axes",  # of matplotlib, empty
+    ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
     "The distance between neighbouring numbers, times the scale, along the magnitudes that the format reaches."
     _octave_axis(ax, "magnitude")
@@ -245,7 +240,7 @@ def _dots(fmt: FP8Format, scale: float) -> Tensor:
     return torch.cartesian_prod(torch.cat([-v[v < 1.1], v]), v).T
 
 def view_path(
-    ax: "Axes",  # of matplotlib, empty
+    ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
     "The way of the optimizer down the valley, over the pairs of numbers that the format has there; the star is the minimum."
     x, y = torch.meshgrid(torch.linspace(-1.1, 1.9, 120), torch.linspace(-0.1, 1.9, 80), indexing="xy")
@@ -277,7 +272,7 @@ def _prepare(ax, name: str) -> tuple[Callable[[Seen], None], list]:
 def plot_view(
     name: str,  # one of `VIEWS`
     settings: Iterable[Setting],  # a panel for each, four in a row
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "One view for several settings, side by side on the same axes; InputError for an unknown view or setting."
     import matplotlib.pyplot as plt
 
@@ -380,6 +375,6 @@ class Explorer:
 # %% ../nbs/17_explorer.ipynb #9ca8008f
 def explore(
     **start: Any,  # fields of `Setting` to begin with
-) -> "VBox":  # of ipywidgets, to be a cell's last line
+) -> Any:  # ipywidgets' box, to be a cell's last line
     "The explorer; InputError where ipywidgets is missing."
     return Explorer(Setting(**start)).box

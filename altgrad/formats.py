@@ -14,13 +14,10 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Iterable, Mapping
+from typing import Any, Iterable, Mapping
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # %% ../nbs/00_formats.ipynb #e6e2d085
 class InputError(ValueError):
@@ -523,7 +520,7 @@ def _html(fmt: FP8Format) -> str:
 def plot_grids(
     names: Iterable[str] = EIGHT_BIT,  # formats, top to bottom
     linear_below: float = 2.0**-66,  # the axis is linear inside this magnitude
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "All finite values of each format on one symmetric-logarithmic axis."
     import matplotlib.pyplot as plt
 

@@ -9,15 +9,12 @@ __all__ = ['FORMULAS', 'STEPPED', 'floor_at', 'stiffness_floor', 'check_sign_mag
 
 # %% ../nbs/03_geometry.ipynb #ae013aa1
 import math
-from typing import TYPE_CHECKING, Iterable, NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .formats import COLORS, EIGHT_BIT, FORMATS, FP8Format, InputError, get_format, ulp, unit_in_first_place, unknown
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # %% ../nbs/03_geometry.ipynb #c89ff583
 def floor_at(
@@ -98,7 +95,7 @@ def plot_stiffness(
     names: Iterable[str] = EIGHT_BIT,  # formats to draw
     low: float = -24,  # the axis starts at 2^low
     high: float = 16,  # and ends at 2^high
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "Spacing against magnitude for each format, both axes logarithmic."
     import matplotlib.pyplot as plt
 

@@ -6,7 +6,7 @@
 __all__ = ['FP8Manifold', 'plot_geodesics', 'first_step', 'plot_first_step']
 
 # %% ../nbs/04_manifold.ipynb #09679a20
-from typing import TYPE_CHECKING
+from typing import Any
 
 import geoopt
 import torch
@@ -17,9 +17,6 @@ from torch import Tensor
 from .formats import COLORS, EIGHT_BIT, PRECISION, FP8Format, InputError, get_format
 from .geometry import code_coordinate, from_code_coordinate, stiffness, stiffness_floor
 from .scaling import compute_scale
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # %% ../nbs/04_manifold.ipynb #1a6a5b57
 def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
@@ -198,7 +195,7 @@ def _unit_manifold(name: str) -> FP8Manifold:
     fmt = get_format(name)
     return FP8Manifold(fmt, scale=1 / fmt.max if fmt.max < 2**16 else 0.5)
 
-def plot_geodesics(names: tuple[str, ...] = EIGHT_BIT) -> "Figure":  # of matplotlib
+def plot_geodesics(names: tuple[str, ...] = EIGHT_BIT) -> Any:  # the matplotlib figure
     "A geodesic across zero, and equal steps from zero, for each format."
     import matplotlib.pyplot as plt
 
@@ -235,7 +232,7 @@ def first_step(
     return start.abs(), m.dist(start, w.detach())
 
 # %% ../nbs/04_manifold.ipynb #7156e366
-def plot_first_step(lr: float = 1e-3) -> "Figure":  # of matplotlib
+def plot_first_step(lr: float = 1e-3) -> Any:  # the matplotlib figure
     "Codes moved by the first step against the weight's magnitude: Adam at `lr`, and RiemannianAdam on the manifold at one code."
     import matplotlib.pyplot as plt
 

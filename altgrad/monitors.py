@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -35,9 +35,6 @@ from .scaling import compute_scale
 from .statistics import _bins, _count_bins, _histogram, _layout
 from .storage import GridTensor
 from .surgery import CLASSES, Precision, Quantized, Quantizer, quantized_layers, quantizers
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # %% ../nbs/08_monitors.ipynb #ba46f687
 @dataclass(frozen=True)
@@ -820,7 +817,7 @@ def plot_histogram_over_time(
     steps: np.ndarray,  # [n]
     counts: np.ndarray,  # [n, 256], elements with each code
     title: str = "",
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "Heat map of step and code: the share of elements, on a logarithmic colour scale; codes in order of value, zero in the middle."
     import matplotlib.pyplot as plt
     from matplotlib.colors import LogNorm
@@ -837,7 +834,7 @@ def plot_histogram_over_time(
 def plot_ranges(
     values: Mapping[str, float],  # path to value, from a `Measurement`
     formats: Mapping[str, FP8Format | str],  # of each kind of tensor
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "RMS and amax of every rounded tensor inside its format's range; the axis is in octaves below the format's largest value."
     import matplotlib.pyplot as plt
     rows = [path.split("/")[1:3] for path in values if path.endswith("/rms_octaves") and not math.isnan(values[path])]
@@ -855,7 +852,7 @@ def plot_ranges(
 # %% ../nbs/08_monitors.ipynb #836348bc
 def plot_stiffness_field(
     model: nn.Module,  # with quantized layers
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "Heat map of layer and spacing: the share of a layer's weights with each local spacing, relative to the layer's RMS."
     import matplotlib.pyplot as plt
     layers, bins = dict(quantized_layers(model)), np.arange(-16, 4)
@@ -877,7 +874,7 @@ def plot_by_layer(
     metrics: Iterable[str],  # ends of paths, e.g. "bit_stall_rate"; one panel each
     limits: Mapping[str, float] = {},  # noqa: B006 (metric to a threshold, drawn as a line)
     log: Iterable[str] = (),  # metrics with a logarithmic axis
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "One thin line for every layer, and a thick one for all of them, over the steps."
     import matplotlib.pyplot as plt
     metrics = list(metrics)

@@ -12,15 +12,12 @@ import os
 import warnings
 from functools import cache, lru_cache, partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Callable, Iterable, NamedTuple, Optional
+from typing import Any, Callable, Iterable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from .formats import COLORS, EIGHT_BIT, FORMATS, PRECISION, FP8Format, InputError, _spec, get_format, unit_in_first_place, unknown
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # %% ../nbs/01_quantize.ipynb #a12c8c28
 class _Grid(NamedTuple):
@@ -506,7 +503,7 @@ def dequantize(
 def plot_staircase(
     name: str = "E4M3",  # the format
     limit: float = 1.0,  # the axis runs from -limit to limit
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "The staircase of `fake_quantize` over the identity, and its straight-through derivative beneath."
     import matplotlib.pyplot as plt
 
@@ -526,7 +523,7 @@ def plot_staircase(
 def plot_bit_histogram(
     x: Tensor,  # of any shape; its largest magnitude is placed on each format's max
     names: Iterable[str] = EIGHT_BIT,  # formats, one panel each
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "Share of elements in each of the 256 codes, from the most negative value to the most positive."
     import matplotlib.pyplot as plt
 

@@ -9,7 +9,7 @@ __all__ = ['COLUMNS', 'entropy_line', 'comparison_table', 'notes', 'comparison_m
 # %% ../nbs/15_report.ipynb #149ef4df
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -17,9 +17,6 @@ from rich.table import Table
 from .checkpoint import write_atomic
 from .experiment import Comparison
 from .formats import COLORS, get_format
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # %% ../nbs/15_report.ipynb #79a7cbc8
 COLUMNS = {  # key of `Comparison.rows` -> header, how the number is written
@@ -129,7 +126,7 @@ def _plot_histogram(ax, arm: dict[str, Any]) -> None:
 # %% ../nbs/15_report.ipynb #a6f707d6
 def plot_comparison(
     result: Comparison,
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "Loss curves of all arms, and beneath them the bit histogram of each arm's final weights."
     import matplotlib.pyplot as plt
 
@@ -145,7 +142,7 @@ def plot_comparison(
     return fig
 
 def save_figure(
-    fig: "Figure",  # of matplotlib
+    fig: Any,  # of matplotlib
     path: Path | str,  # of the PNG file
 ) -> None:
     "Writes a figure as PNG, atomically and with the same bytes every time."

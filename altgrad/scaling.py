@@ -9,7 +9,7 @@ __all__ = ['WIDE', 'KINDS', 'REDUCTIONS', 'compute_scale', 'amax_of', 'spread', 
 
 # %% ../nbs/02_scaling.ipynb #0d888b12
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,6 @@ from torch import Tensor
 
 from .formats import COLORS, FP8Format, InputError, get_format, power_of_two, unknown
 from .quantize import _is_plain, fake_quantize
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # %% ../nbs/02_scaling.ipynb #78e4d6ba
 WIDE = 2.0**16  # a format with a larger max gets amax in [1, 2) instead of at its max
@@ -300,7 +297,7 @@ def spike_response(
 def plot_spike(
     formats: tuple[str, ...] = ("E4M3", "E2M5"),  # one column each
     at: int = 50,  # the step of the spike
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "The response of each recipe to a spike: scale, overflow rate and SQNR, around the step."
     import matplotlib.pyplot as plt
 

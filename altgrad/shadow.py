@@ -6,7 +6,7 @@
 __all__ = ['random_states', 'linear_weights', 'shadow_gradients', 'Shadow', 'shadow_metrics', 'plot_cosine']
 
 # %% ../nbs/09_shadow.ipynb #f70fee15
-from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from .model import loss_of
 from .monitors import Parcel
 from .parallel import total, world
 from .surgery import CLASSES, Quantized, high_precision
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # %% ../nbs/09_shadow.ipynb #dcc7e6a3
 def random_states(device: torch.device) -> dict[str, Tensor]:
@@ -100,8 +97,8 @@ def shadow_metrics(
 def plot_cosine(
     series: Mapping[str, tuple[np.ndarray, np.ndarray]],  # from `read_series` or `series_of`
     title: str = "",
-    ax: "Axes | None" = None,  # of matplotlib; None makes a figure
-) -> "Axes":  # that was drawn on
+    ax: Any = None,  # matplotlib axes; None makes a figure
+) -> Any:  # the axes
     "Heat map of step and layer: the gradient's distance from its shadow, as log10 of 1 - cosine."
     import matplotlib.pyplot as plt
     rows = {path.split("/")[1]: v for path, v in series.items() if path.startswith("shadow/") and path.endswith("/cosine") and "/all/" not in path}

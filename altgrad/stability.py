@@ -9,14 +9,11 @@ __all__ = ['PARTS', 'FURTHEST', 'GUESSES', 'rate_of', 'Bracket', 'bracket', 'Sta
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping, NamedTuple
+from typing import Any, Callable, Iterable, Mapping, NamedTuple
 
 from .formats import COLORS, EIGHT_BIT, InputError
 from .instrument import Arm, Bench
 from .sweep import Job, Matrix, Plan, Sweep
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # %% ../nbs/14e_stability.ipynb #3d427230
 PARTS = 8  # of an octave: the resolution of the threshold
@@ -126,7 +123,7 @@ def thresholds_of(
 def plot_max_lr(
     found: Iterable[Mapping[str, Any]],  # rows of `StabilitySearch.found`
     best: Mapping[tuple, float] = {},  # noqa: B006 (format, storage, rule, power) to the tuned learning rate, drawn as a circle
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "Largest stable learning rate by format, a panel for each rule, a line for each storage (level if it has one format); at the foot, what is stable nowhere."
     import matplotlib.pyplot as plt
 

@@ -10,7 +10,7 @@ __all__ = ['LIMITS', 'MetricName', 'parse_metric', 'limits_of', 'worst', 'Tail',
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -25,9 +25,6 @@ from .monitors import read_histograms, read_series
 from .sweep import FLAGS, flags
 from .thresholds import Thresholds
 from .tracking import StoredRun, heights, read_line, state_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # %% ../nbs/15b_watch.ipynb #09d03537
 class MetricName(NamedTuple):
@@ -279,7 +276,7 @@ def _panels(run: StoredRun, rows: list[dict[str, Any]], color: str) -> list[Call
 # %% ../nbs/15b_watch.ipynb #435f50b6
 def plot_run(
     run_dir: Path | str,  # a run's folder; the run may go on
-) -> "Figure":  # of matplotlib
+) -> Any:  # the matplotlib figure
     "A run on one page: loss, gradient, rates, speed, codes, and up to six heat maps by layer; InputError where no step was made."
     import matplotlib.pyplot as plt
 

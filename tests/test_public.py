@@ -12,6 +12,7 @@ import pytest
 import yaml
 from fastcore.docments import docments
 from nbdev.process import NBProcessor
+from nbdev.showdoc import show_doc
 
 import altgrad
 
@@ -106,6 +107,13 @@ def shapeless(value: object) -> list[str]:
 def test_shapes(module):
     found = {name: shapeless(inspect.unwrap(value)) for name, value in public(module).items() if is_documentable(value) and not inspect.isclass(value)}
     assert {name: bare for name, bare in found.items() if bare} == {}
+
+
+@every_module
+def test_reference(module):
+    "nbdev looks types up when it writes the reference: one that it does not find is an error there, and nowhere else."
+    for name, value in public(module).items():
+        if is_documentable(value): assert name in str(show_doc(value)), name
 
 
 def comes_with(value: object) -> set[str]:
