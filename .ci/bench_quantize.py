@@ -289,7 +289,7 @@ def run_worker(args: argparse.Namespace, threads: int, part: Path) -> dict:
 
 
 def add_peers_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--peers", type=Path, default=os.environ.get("PEERS"), help="a folder of folders with one library each (or the variable PEERS)")
+    parser.add_argument("--peers", type=Path, default=os.environ.get("PEERS") or None, help="a folder of folders with one library each (or the variable PEERS)")
 
 
 def find_peers(folder: Path | None) -> None:

@@ -308,12 +308,10 @@ def _max_lr(args: argparse.Namespace) -> int:
 # %% ../nbs/16_cli.ipynb #803199dc
 def _replay(args: argparse.Namespace) -> int:
     "`altgrad replay ROW`"
-    from altgrad.instrument import Bench, build_checkpoint
+    from altgrad.instrument import Bench
     from altgrad.sweep import find_row, read_rows, replay
 
-    row, bench = find_row(read_rows(args.ledger), args.run), Bench(args.checkpoints, dict(args.corpus))
-    build_checkpoint(bench, row["checkpoint"])
-    agrees, text = replay(row, bench)
+    agrees, text = replay(find_row(read_rows(args.ledger), args.run), Bench(args.checkpoints, dict(args.corpus)))
     print(text)
     return 0 if agrees else 1
 

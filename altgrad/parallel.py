@@ -8,6 +8,7 @@ __all__ = ['TIMEOUT', 'join', 'world', 'rank', 'ProcessLost', 'part', 'total', '
 # %% ../nbs/06b_parallel.ipynb #2f8de26b
 import atexit
 import os
+import traceback
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Callable, Iterator
@@ -52,6 +53,7 @@ def _others() -> Iterator[None]:
     "Around everything that waits for the other processes."
     try: yield
     except RuntimeError as e:
+        traceback.clear_frames(e.__traceback__)  # they hold the group, and so its threads, as long as somebody holds the error
         raise ProcessLost(f"process {rank()} of {world()} has lost another one: it has ended, or did not answer for {TIMEOUT.total_seconds():g} s") from e
 
 # %% ../nbs/06b_parallel.ipynb #ae7c8bc2

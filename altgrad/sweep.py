@@ -550,6 +550,7 @@ def replay(
         raise InputError(f"the text {row['corpus']!r} has the hash {text[:16]}, the row's text had {row['corpus_sha'][:16]}: another text, no replay")
     if row["instrument"] != VERSION:
         raise InputError(f"the row was made by version {row['instrument']} of the instrument, this is version {VERSION}")
+    build_checkpoint(bench, row["checkpoint"])
     got = run_arm(Arm(**{f.name: row[f.name] for f in fields(Arm)}), bench.with_task(Task(**row["task"])))
     here = {"machine": machine(), "versions": versions(), "commit": git_commit(), "engine": None}
     return _verdict(row, got, [key for key, now in here.items() if row.get(key) != now])

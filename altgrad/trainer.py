@@ -410,9 +410,11 @@ def _finished(trainer: Trainer) -> dict[str, Any] | None:
 
 def _gave_up(trainer: Trainer, e: BaseException) -> None:
     "Says in the record why the run ended before its time."
+    reason = "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {type(e).__name__}: {e}"
     with suppress(InputError):  # a disk that is full is full for the record too
-        if trainer.folder.config_file.is_file():
-            _write_record(trainer, "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {type(e).__name__}: {e}")
+        if not trainer.folder.config_file.is_file(): return
+        try: _write_record(trainer, reason)
+        except KeyboardInterrupt: _write_record(trainer, reason)  # a signal came meanwhile, as torchrun's does when a process is lost; there is no second one
 
 # %% ../nbs/13_trainer.ipynb #2cd65c72
 def _blemish(results: dict[str, Any]) -> str:

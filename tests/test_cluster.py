@@ -3,7 +3,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from altgrad.instrument import Bench, Task, build_checkpoint
 from altgrad.replicas import run_arms
 from altgrad.sweep import Ledger, Sweep, read_matrix
 from tiny import HEAD
+from wait import until
 
 ray = pytest.importorskip("ray")
 RAY, ALTGRAD = (Path(sys.executable).parent / name for name in ("ray", "altgrad"))
@@ -66,6 +66,14 @@ def kill(node: subprocess.Popen) -> None:
     node.wait()
 
 
+def is_busy(node: subprocess.Popen) -> bool:
+    "Whether a process of the node makes a run."
+    for process in psutil.Process(node.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "_work_on_node" in " ".join(process.cmdline()): return True
+    return False
+
+
 @pytest.fixture
 def cluster(tmp_path):
     "A head and a second node, started as the page says; their address, the environment that has the token, and the nodes."
@@ -93,10 +101,7 @@ def test_a_killed_node_changes_no_row(here, cluster):
     env = env | {"ALTGRAD_CACHE": str(here / "cache")}
     sweep = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        until = time.monotonic() + 120
-        while (few := len(Ledger(here / "ray").rows()) < 4) and sweep.poll() is None and time.monotonic() < until: time.sleep(0.05)
-        busy = [p for p in psutil.Process(nodes[1].pid).children(recursive=True) if "_work_on_node" in " ".join(p.cmdline())]
-        assert busy and not few and sweep.poll() is None, "the second node had no run to lose"
+        until(lambda: len(Ledger(here / "ray").rows()) >= 4 and is_busy(nodes[1]), lambda: sweep.poll() is None, seconds=120)  # so that it has a run to lose
         kill(nodes[1])
         said = sweep.communicate(timeout=240)[0]
     finally: sweep.kill()

@@ -73,7 +73,7 @@ def test_what_is_rounded_inside_a_graph_was_a_bfloat16_number_before():
 def test_transforms_inside_a_compiled_function_keep_the_gradient():
     x, whole = torch.linspace(-3, 3, 9), lambda x: (fake_quantize(x, "E0M7") * 2).sum()
     try: got = torch.compile(torch.func.grad(whole), backend="eager", fullgraph=True)(x)
-    except torch._dynamo.exc.TorchDynamoException: return  # a compiler that gives up says so; a wrong gradient would not
+    except torch._dynamo.exc.TorchDynamoException: pytest.skip("this compiler gives up, and says so; a wrong gradient would not")
     assert torch.equal(got, torch.full((9,), 2.0))
 
 

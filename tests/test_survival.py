@@ -24,6 +24,7 @@ import torch
 
 from altgrad.formats import EIGHT_BIT, InputError
 from altgrad.tracking import RunFolder, read_wandb
+from wait import has_content, until
 
 ALTGRAD = str(Path(sys.executable).parent / "altgrad")
 SMALL = dict(format="E4M3", max_steps=9, batch_size=2, block_size=16, warmup_steps=2, eval_every=4, eval_windows=4, checkpoint_every=3,
@@ -113,7 +114,7 @@ def life(config: dict, out: str, data: str, wound: tuple | None = None, limit: i
 
 
 def begin(config: dict, out: Path, data: Path, **more):
-    process = FORKS.Process(target=life, args=(config, str(out), str(data)), kwargs=more)
+    process = FORKS.Process(target=life, args=(config, str(out), str(data)), kwargs=more, daemon=True)
     process.start()
     return process
 
@@ -218,8 +219,8 @@ def kill_at_random(times: int, seed: int, config: dict, out: Path, data: Path, w
     "Kills a run at random moments, again and again, until it comes through; how many kills."
     rng, kills, folder = random.Random(seed), 0, out / config["name"]
     while True:
-        process, until = begin(config, out, data), time.monotonic() + rng.uniform(0, 1.5)
-        while process.exitcode is None and (time.monotonic() < until or kills >= times): time.sleep(0.001)
+        process, end = begin(config, out, data), time.monotonic() + rng.uniform(0, 1.5)
+        while process.exitcode is None and (time.monotonic() < end or kills >= times): time.sleep(0.001)
         process.kill(), process.join()
         if process.exitcode == 0: break
         assert process.exitcode == -signal.SIGKILL
@@ -302,7 +303,7 @@ def test_a_small_disk_that_is_really_full(data, tmp_path, whole):
 
 def test_a_second_process_is_refused_in_one_line(data, tmp_path):
     first = begin({**SMALL, "name": "cut", "max_steps": 100_000}, tmp_path, data)
-    while not (tmp_path / "cut/metrics.jsonl").is_file() or not (tmp_path / "cut/metrics.jsonl").stat().st_size: time.sleep(0.01)
+    until(lambda: has_content(tmp_path / "cut/metrics.jsonl"), first.is_alive)
     changes = {**SMALL, "name": "cut", "max_steps": 100_000, "data": f"path:{data}/text.txt"}
     args = [arg for key, value in changes.items() for arg in ("--set", f"{key}={value}")]
     env = {**os.environ, "ALTGRAD_CACHE": f"{data}/cache"}
@@ -311,6 +312,32 @@ def test_a_second_process_is_refused_in_one_line(data, tmp_path):
     first.kill(), first.join()
     assert alive and done.returncode == 2 and "is in use" in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
     assert not RunFolder(tmp_path / "cut").in_use()
+
+
+FAILS = """
+import os, signal, sys
+import altgrad.trainer as T
+from altgrad.cli import main
+from altgrad.parallel import ProcessLost
+update, commit, failed = T._update, T.git_commit, []
+def fails(trainer, step):
+    if step == 3: failed.append(step); raise ProcessLost("no answer")
+    return update(trainer, step)
+def interrupted():
+    if failed and failed.pop(): os.kill(os.getpid(), signal.SIGTERM)
+    return commit()
+T._update, T.git_commit = fails, interrupted
+sys.exit(main())
+"""
+
+
+def test_a_signal_while_a_failure_is_written_down(data, tmp_path):
+    settings = [arg for key, value in {**SMALL, "name": "lost", "data": f"path:{data}/text.txt"}.items() for arg in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-c", FAILS, "train", "e4m3_fp8", *settings, "--out", str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "ALTGRAD_CACHE": f"{data}/cache"}, capture_output=True, text=True, timeout=60)
+    record = RunFolder(tmp_path / "lost").record()
+    assert done.returncode == 1 and "no answer; the same command goes on" in done.stderr, done.stderr
+    assert record["exit_reason"] == "error: ProcessLost: no answer" and record["steps"] == 2
 
 
 class Evil:
@@ -364,8 +391,8 @@ def test_the_mirror_of_a_killed_run_has_every_step(data, tmp_path, monkeypatch):
     config = {**SMALL, "name": "cut", "max_steps": 30}
     assert live(config, tmp_path, data, wound=("line", 20), mirror="offline") == -signal.SIGKILL
     assert live(config, tmp_path, data, mirror="offline") == 0
-    run, until = RunFolder(tmp_path / "cut"), time.monotonic() + 20
-    while not any(30 in part["rows"] for part in read_wandb(run.path)) and time.monotonic() < until: time.sleep(0.1)  # wandb's process may be behind
+    run, end = RunFolder(tmp_path / "cut"), time.monotonic() + 20
+    while not any(30 in part["rows"] for part in read_wandb(run.path)) and time.monotonic() < end: time.sleep(0.1)  # wandb's process may be behind
     parts = read_wandb(run.path)
     assert len({part["id"] for part in parts}) == 1 and {part["name"] for part in parts} == {"cut"}
     rows = {r["step"]: r for r in run.metrics()}
@@ -385,7 +412,7 @@ def test_watch_follows_a_run_to_its_end(data, tmp_path):
 
     from altgrad.watch import watch
     process = begin({**SMALL, "name": "seen", "max_steps": 30}, tmp_path, data)
-    while not (tmp_path / "seen/run.json").is_file(): time.sleep(0.01)
+    until(lambda: (tmp_path / "seen/run.json").is_file(), process.is_alive)
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     watch(tmp_path / "seen", console=console, every=0.05)
     process.join()

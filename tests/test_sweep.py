@@ -14,6 +14,7 @@ from altgrad.instrument import Arm, Bench, Task, build_checkpoint, identity, run
 from altgrad.sweep import Job, Ledger, Sweep, Workers, _results, compact, find_row, plan, read_matrix, read_rows, replay
 from altgrad.tracking import git_commit
 from tiny import HEAD, TEXT
+from wait import has_content, until
 
 ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
 TASK = Task(steps=12, batch_size=4, warmup=2, chunks=4, windows=2, every=4)
@@ -33,9 +34,10 @@ def here(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "text.txt").write_text(TEXT)
     (folder / "matrix.yaml").write_text(MATRIX)
-    os.environ["ALTGRAD_CACHE"] = str(folder / "cache")
     build_checkpoint(bench(folder), "tiny-0")
-    return folder
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv("ALTGRAD_CACHE", str(folder / "cache"))
+        yield folder
 
 
 def bench(folder: Path, text: str = "text.txt") -> Bench:
@@ -89,7 +91,7 @@ def test_killed_sweep_goes_on(here, whole, capsys):
 
 def test_workers_end_with_a_killed_parent(here):
     process = subprocess.Popen(command(here, "orphans"), stderr=subprocess.DEVNULL)
-    while not (here / "orphans/ledger.jsonl").is_file() or not (here / "orphans/ledger.jsonl").stat().st_size: time.sleep(0.01)
+    until(lambda: has_content(here / "orphans/ledger.jsonl"), lambda: process.poll() is None)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.is_file(): pytest.skip("this system does not list a process's children")
     found = children.read_text().split()
