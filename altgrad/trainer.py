@@ -414,7 +414,7 @@ def _gave_up(trainer: Trainer, e: BaseException) -> None:
     with suppress(InputError):  # a disk that is full is full for the record too
         if not trainer.folder.config_file.is_file(): return
         try: _write_record(trainer, reason)
-        except KeyboardInterrupt: _write_record(trainer, reason)  # a signal came meanwhile, as torchrun's does when a process is lost; there is no second one
+        except KeyboardInterrupt: _write_record(trainer, reason)  # a signal came meanwhile, as torchrun's for a lost process; the command takes one
 
 # %% ../nbs/13_trainer.ipynb #2cd65c72
 def _blemish(results: dict[str, Any]) -> str:

@@ -225,6 +225,7 @@ def test_lex_glue_copies_that_are_not(tmp_path, cache, hub_home):
 
 NO_HUB = """
 import sys, time
+import datasets
 from altgrad.formats import InputError
 from altgrad.data import load_corpus
 start = time.monotonic()
@@ -243,7 +244,7 @@ def without_hub(home, cache, **more):
 def test_an_unreachable_hub_is_one_line_and_fast(tmp_path, cache):
     done = without_hub(tmp_path / "home", cache)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert float(done.stdout) < 8  # seconds: the Hub is asked for 3, the rest is what `datasets` takes to load where a machine is busy
+    assert float(done.stdout) < 4  # seconds: the Hub has 3 to answer; loading packages, which is slow where a machine is busy, is not in them
     assert "does not answer" in done.stderr and "lex_glue/eurlex@<folder" in done.stderr
     assert not cache.exists()
 
