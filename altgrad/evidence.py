@@ -25,7 +25,7 @@ from scipy.stats import t as student_t
 
 from .formats import COLORS, EIGHT_BIT, InputError
 from .instrument import Arm
-from .sweep import Matrix, Plan, Tuning, plan, read_rows
+from .sweep import Loss, Matrix, Plan, Tuning, loss_of_row, plan, read_rows
 
 # %% ../nbs/14d_evidence.ipynb #8b7caf54
 def read_ledger(
@@ -118,7 +118,8 @@ def build_study(
     mine = [r for r in rows if r["checkpoint"] in first.checkpoints and r["corpus"] == first.cells[0][0].corpus]
     _same_everywhere(mine)
     frozen, by_arm = _frozen_pieces(mine), {arm_of(r): r for r in mine}
-    losses = {arm: float(_pieces(r, frozen).mean()) for arm, r in by_arm.items() if not r.get("error") or (r["checkpoint"], r["split"]) in frozen}
+    known = {arm: r for arm, r in by_arm.items() if not r.get("error") or (r["checkpoint"], r["split"]) in frozen}
+    losses = {arm: Loss(float(_pieces(r, frozen).mean()), loss_of_row(r).raw) for arm, r in known.items()}
     plans = {m.name: plan(m, losses.get) for m in matrices}
     tuned = {cell: t for p in plans.values() for cell, t in p.found.items()}
     ends = np.array([frozen[c, "confirm"].mean() if (c, "confirm") in frozen else np.nan for c in first.checkpoints])

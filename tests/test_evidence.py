@@ -13,7 +13,7 @@ from altgrad import evidence
 from altgrad.evidence import arm_of, build_study, contrast, effect, read_ledger, slope_over_fp32
 from altgrad.formats import get_format
 from altgrad.instrument import VERSION
-from altgrad.sweep import plan, protocol_commit, read_matrix
+from altgrad.sweep import loss_of_row, plan, protocol_commit, read_matrix
 
 STUDIES = Path(__file__).resolve().parent.parent / "nbs/studies"
 PAGES = ("the_answer", "failure_atlas", "dashboard")
@@ -51,7 +51,7 @@ def invented(job, matrix) -> dict:
 def ledger(matrices) -> list[dict]:
     "All rows that these matrices ask for."
     rows = {}
-    known = lambda arm: rows[arm]["val_loss"] if arm in rows else None
+    known = lambda arm: loss_of_row(rows[arm]) if arm in rows else None
     for m in matrices:
         while (todo := plan(m, known)).stage != "done": rows.update({job.arm: invented(job, m) for job in todo.jobs})
     return list(rows.values())

@@ -1,4 +1,5 @@
 """The sweep as a program: killed, continued, torn, refused; and rows that do not depend on who computed them."""
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from altgrad.cli import main
 from altgrad.formats import InputError
 from altgrad.instrument import Arm, Bench, Task, build_checkpoint, identity, run_id
-from altgrad.sweep import Job, Ledger, Sweep, Workers, _results, compact, find_row, plan, read_matrix, read_rows, replay
+from altgrad.sweep import Job, Ledger, Loss, Sweep, Workers, _results, compact, find_row, plan, read_matrix, read_rows, replay
 from altgrad.tracking import git_commit
 from tiny import HEAD, TEXT
 from wait import has_content, until
@@ -170,4 +171,4 @@ def test_a_second_writer_is_refused(here, capsys):
 def test_stored_matrices_can_be_read():
     for path in sorted((Path(__file__).parent.parent / "nbs/studies/matrices").glob("*.yaml")):
         matrix = read_matrix(path.read_text())
-        assert plan(matrix, lambda arm: 1.0).stage == "done", path.name
+        assert plan(matrix, lambda arm: Loss(1.0, abs(math.log(arm.lr)))).stage == "done", path.name
