@@ -84,7 +84,7 @@ def _add_sweep(commands: Any) -> None:
     words = "make one run of a ledger again and say whether it agrees"
     replay = commands.add_parser("replay", help=words, description=words)
     replay.add_argument("run", metavar="ROW", help="the run's id, or its first digits")
-    replay.add_argument("--ledger", required=True, metavar="FILE", help="ledger.jsonl, its folder, or the parquet file")
+    replay.add_argument("--ledger", required=True, metavar="FILE", help="ledger.jsonl, a parquet file, or the folder of either; texts and checkpoints beside it are used")
     words = "find the largest learning rate at which formats still train, by bisection; a killed search goes on"
     search = commands.add_parser("max-lr", help=words, description=words)
     search.add_argument("formats", metavar="FORMAT", nargs="+", help="8-bit formats, or all for the eight of them")
@@ -309,9 +309,11 @@ def _max_lr(args: argparse.Namespace) -> int:
 def _replay(args: argparse.Namespace) -> int:
     "`altgrad replay ROW`"
     from altgrad.instrument import Bench
-    from altgrad.sweep import find_row, read_rows, replay
+    from altgrad.sweep import beside, find_row, read_rows, replay
 
-    agrees, text = replay(find_row(read_rows(args.ledger), args.run), Bench(args.checkpoints, dict(args.corpus)))
+    texts, kept = beside(args.ledger)
+    bench = Bench(args.checkpoints, {**texts, **dict(args.corpus)})
+    agrees, text = replay(find_row(read_rows(args.ledger), args.run), bench, kept)
     print(text)
     return 0 if agrees else 1
 

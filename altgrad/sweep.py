@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['AXES', 'Losses', 'FLAGS', 'TOLERANCE', 'Matrix', 'read_matrix', 'Job', 'Loss', 'Tuning', 'loss_of_row', 'rate',
            'tuning', 'wider_powers', 'Plan', 'plan', 'Ledger', 'best_arms', 'Workers', 'protocol_commit', 'Sweep',
-           'estimate', 'describe', 'compact', 'read_rows', 'flags', 'find_row', 'replay']
+           'estimate', 'describe', 'compact', 'read_rows', 'flags', 'beside', 'find_row', 'replay']
 
 # %% ../nbs/14c_sweep.ipynb #77055950
+import copy
 import itertools
 import json
 import math
@@ -32,6 +33,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from .data import ARCHIVE
 from .formats import InputError, html_card, svg_bars, unknown
 from .instrument import VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of, run_arm, run_id
 from .tracking import git_commit, machine, read_line, versions
@@ -518,10 +520,12 @@ def compact(
     os.replace(part, path)
 
 def read_rows(
-    path: Path | str,  # a ledger.jsonl, the folder of one, or a parquet file of `compact`
+    path: Path | str,  # a ledger.jsonl, a parquet file of `compact`, or the folder of either
 ) -> list[dict[str, Any]]:
     "The rows of a ledger in either form; InputError where there is none."
     path = Path(path)
+    packed = sorted(path.glob("*.parquet")) if path.is_dir() and not (path / "ledger.jsonl").is_file() else []
+    if packed: return [row for file in packed for row in read_rows(file)]
     if path.suffix != ".parquet":
         ledger = Ledger(path)
         if path.suffix == ".jsonl": ledger.path = path
@@ -550,7 +554,15 @@ def flags(
     return [name for name, yes in zip(FLAGS, holds) if yes]
 
 # %% ../nbs/14c_sweep.ipynb #76b71582
-TOLERANCE = 0.03  # nats: between machines
+TOLERANCE = 0.01  # nats: between kinds of CPU
+
+def beside(
+    ledger: Path | str,  # a ledger.jsonl, a parquet file, or the folder of either
+) -> tuple[dict[str, str], Path | None]:  # data strings by label; the folder of checkpoints, if there is one
+    "The texts and checkpoints that lie beside a ledger."
+    folder = Path(ledger) if Path(ledger).is_dir() else Path(ledger).parent
+    texts = {path.name.removesuffix(ARCHIVE): f"path:{path}" for path in sorted(folder.glob(f"texts/*{ARCHIVE}"))}
+    return texts, folder / "checkpoints" if (folder / "checkpoints").is_dir() else None
 
 def find_row(
     rows: Iterable[dict[str, Any]],
@@ -561,9 +573,24 @@ def find_row(
     if len(found) != 1: raise InputError(f"{len(found) or 'no'} runs in the ledger begin with {run!r}; give a run's id, or enough of it")
     return found.popitem()[1]
 
+# %% ../nbs/14c_sweep.ipynb #6bdf2387
+def _same_cpu(then: Mapping[str, Any]) -> bool:
+    "Whether a row's machine computes as this one does, as far as the row says."
+    now = machine()
+    return all(now[key] == value for key, value in then.items() if key in ("system", "cpu", "capability", "threads"))
+
+def _bench_of(row: Mapping[str, Any], bench: Bench, kept: Path | None) -> Bench:
+    "The bench that has the row's checkpoint, or what comes next to it."
+    if kept is None or not (kept / f"{row['checkpoint']}.pt").is_file(): return bench
+    stored = copy.copy(bench)
+    stored.folder, stored._states, stored._frozen = kept, {}, {}
+    again = stored.state(row["checkpoint"])[1] != row["checkpoint_sha"] and _same_cpu(row["machine"])
+    return bench if again else stored
+
 def replay(
     row: dict[str, Any],
     bench: Bench,
+    kept: Path | None = None,  # folder of stored checkpoints, see `beside`
 ) -> tuple[bool, str]:  # whether it agrees, and a sentence
     "Makes a row's run again and compares; InputError where it cannot be the same run."
     text = bench.corpus(row["corpus"]).hash
@@ -571,10 +598,12 @@ def replay(
         raise InputError(f"the text {row['corpus']!r} has the hash {text[:16]}, the row's text had {row['corpus_sha'][:16]}: another text, no replay")
     if row["instrument"] != VERSION:
         raise InputError(f"the row was made by version {row['instrument']} of the instrument, this is version {VERSION}")
+    bench = _bench_of(row, bench, kept)
     build_checkpoint(bench, row["checkpoint"])
     got = run_arm(Arm(**{f.name: row[f.name] for f in fields(Arm)}), bench.with_task(Task(**row["task"])))
-    here = {"machine": machine(), "versions": versions(), "commit": git_commit(), "engine": None}
-    return _verdict(row, got, [key for key, now in here.items() if row.get(key) != now])
+    here = {"versions": versions(), "commit": git_commit(), "engine": None}
+    other = [key for key, now in here.items() if row.get(key) != now]
+    return _verdict(row, got, other if _same_cpu(row["machine"]) else ["CPU", *other])
 
 # %% ../nbs/14c_sweep.ipynb #09ef3197
 def _verdict(row: dict[str, Any], got: dict[str, Any], other: list[str]) -> tuple[bool, str]:
@@ -583,6 +612,7 @@ def _verdict(row: dict[str, Any], got: dict[str, Any], other: list[str]) -> tupl
     difference = abs(got["val_loss"] - row["val_loss"])
     text = f"run {row['run']}: validation loss {row['val_loss']:.6f} then, {got['val_loss']:.6f} now"
     if difference == 0 and got["weights_sha"] == row["weights_sha"]: return True, f"{text}; agrees bit for bit"
-    if not other: return False, f"{text}; differs, on the same machine with the same versions"
+    if not other: return False, f"{text}; differs, on the same kind of CPU with the same versions and code"
     agrees = difference <= TOLERANCE and got["diverged"] == row["diverged"]
-    return agrees, f"{text}; {'agrees' if agrees else 'does not agree'} within {TOLERANCE} nats (another {' and other '.join(other)} here)"
+    said = f"agrees within {TOLERANCE} nats" if agrees else f"differs by {difference:.4f} nats, more than {TOLERANCE}"
+    return agrees, f"{text}; {said} (another {', another '.join(other)} here)"

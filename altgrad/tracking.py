@@ -59,9 +59,9 @@ def _cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
-    "What computed: operating system, processor, cores, threads used by torch, and the GPU if there was one."
-    facts = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu_name(), "cores": os.cpu_count(),
-             "threads": torch.get_num_threads()}
+    "What computed: operating system, processor, the instructions that torch uses of it, cores, threads used by torch, and the GPU if there was one."
+    facts = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu_name(),
+             "capability": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if torch.device(device).type == "cuda": facts["gpu"] = torch.cuda.get_device_name(device)
     return facts
 

@@ -137,8 +137,8 @@ def test_replay(here, whole, capsys):
     row = find_row(Ledger(here / "one").rows(), next(iter(whole)))
     assert replay(row, bench(here))[0] and "bit for bit" in replay(row, bench(here))[1]
     assert not replay({**row, "val_loss": row["val_loss"] + 1e-9, "commit": git_commit()}, bench(here))[0]
-    agrees, text = replay({**row, "val_loss": row["val_loss"] + 1e-9, "machine": {}}, bench(here))
-    assert agrees and "another machine" in text
+    agrees, text = replay({**row, "val_loss": row["val_loss"] + 1e-9, "machine": {"cpu": "another"}}, bench(here))
+    assert agrees and "another CPU" in text
     (here / "other.txt").write_text((here / "text.txt").read_text().replace("times", "plus"))
     with pytest.raises(InputError, match="another text"): replay(row, bench(here, "other.txt"))
     code = main(["replay", row["run"], "--ledger", str(here / "one"), *command(here, "one")[5:]])
