@@ -184,6 +184,7 @@ def wider_powers(
     groups: dict[Arm, dict[float, float]] = {}
     for arm, middle in cells: groups.setdefault(replace(arm, power=0.0), {})[arm.power] = middle
     for base, powers in groups.items():
+        if any(found[replace(base, power=p)].missing for p in powers): continue  # not known yet
         losses = {p: min(found[replace(base, power=p)].losses) for p in powers}
         best = min(losses, key=losses.__getitem__)
         onward = best + (matrix.power_step if best == max(powers) else -matrix.power_step)
@@ -210,11 +211,11 @@ def plan(
     cells = list(matrix.cells)
     while True:
         found = {arm: tuning(arm, middle, matrix, loss) for arm, middle in cells}
-        jobs = [job for t in found.values() for job in t.missing]
-        if jobs: return Plan("tune", jobs, cells, found)
         new = wider_powers(cells, found, matrix) if matrix.power_step else []
         if not new: break
         cells += new
+    jobs = [job for t in found.values() for job in t.missing]
+    if jobs: return Plan("tune", jobs, cells, found)
     jobs = [Job(replace(arm, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=s), "confirm", t.edge)
             for s in matrix.confirm_seeds for c in matrix.checkpoints for arm, t in found.items()]
     jobs = [job for job in jobs if loss(job.arm) is None]
