@@ -21,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from .checkpoint import write_atomic
-from .formats import FP8Format, InputError, _check_bits, _check_float, _is_whole, _kind, get_format, unknown
+from .formats import FP8Format, InputError, _check_bits, _check_float, _is_whole, _kind, get_format
 from .quantize import _check_scale, fake_quantize
 from .scaling import scale_of, spread
 from .storage import GridTensor
@@ -73,6 +73,7 @@ class Codes:
 # %% ../nbs/05c_interchange.ipynb #78bd0425
 def _check_scales(c: Codes) -> None:
     "InputError unless the scales are positive and finite, and there is one for each element."
+    _check_float(c.scale, "a scale")
     shape = tuple(c.codes.shape)
     if c.block is None:
         try: fits = torch.broadcast_shapes(c.scale.shape, shape) == shape
@@ -80,7 +81,6 @@ def _check_scales(c: Codes) -> None:
     else:
         if not _is_whole(c.block, 1): raise InputError(f"a block is None or a whole number from 1, not {c.block!r}")
         fits = bool(shape) and c.scale.shape == (*shape[:-1], -(-shape[-1] // c.block))
-    _check_float(c.scale, "a scale")
     if not fits: raise InputError(f"scales {tuple(c.scale.shape)} do not fit codes {shape} in blocks of {c.block}")
     _check_scale(c.scale.cpu())
 
@@ -179,7 +179,7 @@ def save_codes(
 # %% ../nbs/05c_interchange.ipynb #aa11bb01
 def _path(path: Path | str) -> Path:
     "A path to a file that is there or may be written; InputError for what is none."
-    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path) or os.path.isdir(path):
+    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path) or os.path.isdir(Path(path)):
         raise InputError(f"{str(path)!r} is no path of a file")
     return Path(path)
 
@@ -227,7 +227,7 @@ def _assembled(told: str | None, tensors: dict[str, Tensor]) -> dict[str, Codes 
     found: dict[str, Any] = dict(tensors)
     for name, how in weights.items():
         spec, block = _take(how, f"weight {name}", "format", "block")
-        if not isinstance(spec, str) or spec not in known: raise unknown(f"format of {name}", spec, known)
+        if not isinstance(spec, str) or spec not in known: raise InputError(f"{name} has a format without facts: {spec!r}")
         for part in (name, f"{name}_scale"):
             if not isinstance(found.get(part), Tensor): raise InputError(f"the tensor {part} is missing")
         try: found[name] = Codes(found[name], found.pop(f"{name}_scale"), known[spec], block)
