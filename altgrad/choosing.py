@@ -14,7 +14,7 @@ from typing import Any, Iterable
 import torch
 from torch import Tensor
 
-from .formats import COLORS, EIGHT_BIT, FP8Format, InputError, get_format, unknown
+from .formats import COLORS, EIGHT_BIT, FP8Format, InputError, _check_float, _is_whole, get_format, unknown
 from .quantize import fake_quantize
 from .scaling import compute_scale
 
@@ -42,7 +42,7 @@ def _tails(kurtosis: float) -> str:
 # %% ../nbs/02b_choosing.ipynb #171fdbf8
 def _checked(x: Tensor) -> Tensor:
     "The elements as float64; InputError where there is nothing to measure."
-    if not x.is_floating_point(): raise InputError(f"takes a float tensor, not {x.dtype}")
+    _check_float(x, "choosing a format")
     x = x.detach().flatten().double()
     if not x.isfinite().all(): raise InputError("takes a tensor without NaN or infinity")
     if not x.any(): raise InputError("takes a tensor with a nonzero element")
@@ -76,6 +76,7 @@ def best_scale(
 ) -> tuple[float, float]:  # the scale, and the SQNR there in decibels
     "The scale with the highest SQNR, by search from amax's own scale downwards; InputError for other kinds of scales."
     if scales not in SCALES: raise unknown("kind of scales", scales, SCALES)
+    _checked(x)
     found = {}
     def best_of(candidates):
         for s in candidates:
@@ -184,6 +185,9 @@ def recommend_format(
     sample: int = 2**18,  # a larger tensor is measured on so many of its nonzero elements, drawn with replacement by a fixed seed
 ) -> Recommendation:
     "Ranks formats by the SQNR that each reaches on `x` under one scale for the tensor, the best it has; InputError where there is nothing to measure."
+    formats = [get_format(fmt) for fmt in formats]
+    if not formats: raise InputError("recommend_format takes at least one format")
+    if not _is_whole(sample, 1): raise InputError(f"sample must be a whole number from 1, not {sample!r}")
     whole = _checked(x)
     whole = whole[whole != 0]  # zeros are exact in every format
     if len(whole) > sample:

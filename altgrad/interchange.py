@@ -6,19 +6,23 @@
 __all__ = ['torch_dtype', 'Codes', 'model_codes', 'save_codes', 'load_codes', 'load_model']
 
 # %% ../nbs/05c_interchange.ipynb #0e020a73
+import hashlib
 import json
-from dataclasses import asdict, dataclass
+import math
+import os
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Mapping
+from typing import Any, Mapping
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from .formats import FP8Format, InputError, get_format
-from .quantize import fake_quantize
+from .checkpoint import write_atomic
+from .formats import FP8Format, InputError, _check_bits, _check_float, _is_whole, _kind, get_format
+from .quantize import _check_scale, fake_quantize
 from .scaling import scale_of, spread
 from .storage import GridTensor
 
@@ -48,6 +52,8 @@ class Codes:
     fmt: FP8Format
     block: int | None = None  # elements of a row that share a scale; None where `scale` broadcasts
 
+    def __post_init__(self): _check_codes(self)
+
     @classmethod
     def of(cls, x: Tensor, fmt: FP8Format | str, granularity: str | int = "tensor") -> "Codes":
         "`x` rounded to nearest under scales of its own; `granularity` is tensor, channel (a row), or a block's length."
@@ -65,6 +71,27 @@ class Codes:
         return self.fmt.to_real(self.bits()) * scale
 
 # %% ../nbs/05c_interchange.ipynb #78bd0425
+def _check_scales(c: Codes) -> None:
+    "InputError unless the scales are positive and finite, and there is one for each element."
+    _check_float(c.scale, "a scale")
+    shape = tuple(c.codes.shape)
+    if c.block is None:
+        try: fits = torch.broadcast_shapes(c.scale.shape, shape) == shape
+        except RuntimeError: fits = False
+    else:
+        if not _is_whole(c.block, 1): raise InputError(f"a block is None or a whole number from 1, not {c.block!r}")
+        fits = bool(shape) and c.scale.shape == (*shape[:-1], -(-shape[-1] // c.block))
+    if not fits: raise InputError(f"scales {tuple(c.scale.shape)} do not fit codes {shape} in blocks of {c.block}")
+    _check_scale(c.scale.cpu())
+
+def _check_codes(c: Codes) -> None:
+    "InputError unless codes, format and scales belong together."
+    if not isinstance(c.fmt, FP8Format): raise InputError(f"the format of codes is an FP8Format, not {c.fmt!r}")
+    dtype = torch_dtype(c.fmt) or c.fmt.code_dtype
+    if _kind(c.codes) != str(dtype): raise InputError(f"codes of {c.fmt.name} are {dtype}, not {_kind(c.codes)}")
+    if not dtype.is_floating_point: _check_bits(c.fmt, c.codes)
+    _check_scales(c)
+
 def _packed(bits: Tensor, fmt: FP8Format) -> Tensor:
     "Codes in the type that the file has for them."
     dtype = torch_dtype(fmt)
@@ -95,45 +122,149 @@ def model_codes(
     if not any(isinstance(value, Codes) for value in state.values()): raise InputError("the model has no quantized weight: call quantize_model first")
     return state
 
+# %% ../nbs/05c_interchange.ipynb #aa11bb04
+_WORDS = ("float32", "float64", "complex64", "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+_HELD = {f"torch.{name}" for name in (*_CANDIDATES, *_WORDS)}  # the types that a file can hold
+
+def _flat(state: Mapping[str, Codes | Tensor]) -> dict[str, Tensor]:
+    "The plain tensors of a file by name; InputError for what a file cannot hold."
+    flat: dict[str, Tensor] = {}
+    for name, value in state.items():
+        parts = {name: value.codes, f"{name}_scale": value.scale} if isinstance(value, Codes) else {name: value}
+        for key, tensor in parts.items():
+            if not isinstance(key, str) or key == "__metadata__":
+                raise InputError(f"a tensor's name is a text other than __metadata__, not {key!r}")
+            if key in flat: raise InputError(f"two tensors would be called {key}: one name must change")
+            if _kind(tensor) not in _HELD: raise InputError(f"{key}: a file holds Codes and dense tensors of numbers, not {_kind(tensor)}")
+            flat[key] = tensor.detach().clone(memory_format=torch.contiguous_format)  # safetensors refuses shared memory
+    return flat
+
+# %% ../nbs/05c_interchange.ipynb #aa11bb06
+def _digest(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    "SHA-256 of what a file says: the facts, and the names, types, shapes and bytes of its tensors."
+    found = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name in sorted(tensors):
+        t = tensors[name]
+        found.update(f"{name!a} {t.dtype} {tuple(t.shape)}".encode())
+        found.update(t.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+def _header(coded: Mapping[str, Codes], flat: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    "The words in a file's header; InputError for those that are no text."
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str) or key == "altgrad":
+            raise InputError(f"metadata is text under names other than altgrad, not {key!r}: {value!r}")
+    for c in coded.values(): _check_name(c.fmt)
+    facts = {"formats": {c.fmt.spec: asdict(c.fmt) for c in coded.values()},
+             "weights": {name: {"format": c.fmt.spec, "block": c.block} for name, c in coded.items()}}
+    return {"format": "pt", **metadata, "altgrad": json.dumps({**facts, "sha256": _digest(facts, flat)})}
+
 # %% ../nbs/05c_interchange.ipynb #d6b66a14
 def save_codes(
     what: nn.Module | Mapping[str, Codes | Tensor],  # a quantized model, or tensors of any shapes by name
     path: Path | str,  # of the file, usually *.safetensors; overwritten if it is there
     metadata: Mapping[str, str] | None = None,  # more words for the file's header
 ) -> None:
-    "Writes codes, scales and plain tensors as safetensors; see the table at the top of the page."
+    "Writes codes, scales and plain tensors as safetensors (see the top of the page), or nothing and raises an InputError."
     state = model_codes(what) if isinstance(what, nn.Module) else what
-    flat: dict[str, Tensor] = {}
-    for name, value in state.items():
-        parts = {name: value.codes, f"{name}_scale": value.scale} if isinstance(value, Codes) else {name: value}
-        for key, tensor in parts.items():
-            if key in flat: raise InputError(f"two tensors would be called {key}: one name must change")
-            flat[key] = tensor.detach().clone(memory_format=torch.contiguous_format)  # safetensors refuses shared memory
-    coded = {name: value for name, value in state.items() if isinstance(value, Codes)}
-    facts = {"formats": {c.fmt.spec: asdict(c.fmt) for c in coded.values()},
-             "weights": {name: {"format": c.fmt.spec, "block": c.block} for name, c in coded.items()}}
-    save_file(flat, path, {"format": "pt", **(metadata or {}), "altgrad": json.dumps(facts)})
+    for given in (state, metadata or {}):
+        if not isinstance(given, Mapping): raise InputError(f"save_codes takes a model, or tensors and metadata by name, not {given!r}")
+    state = {name: _of_grid(value) if isinstance(value, GridTensor) else value for name, value in state.items()}
+    flat = _flat(state)
+    words = _header({name: value for name, value in state.items() if isinstance(value, Codes)}, flat, metadata or {})
+    try: data = save(flat, words)
+    except UnicodeEncodeError: raise InputError("a name or a word of the metadata is no Unicode text") from None
+    write_atomic(_path(path), data)
+
+# %% ../nbs/05c_interchange.ipynb #aa11bb01
+def _path(path: Path | str) -> Path:
+    "A path to a file that is there or may be written; InputError for what is none."
+    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path) or os.path.isdir(Path(path)):
+        raise InputError(f"{str(path)!r} is no path of a file")
+    return Path(path)
+
+def _read(path: Path | str) -> tuple[str | None, dict[str, Tensor]]:
+    "AltGrad's word in a safetensors file's header, and the tensors; InputError for what is absent, damaged, or another file."
+    if not os.path.isfile(_path(path)): raise InputError(f"{path}: there is no such file")
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("altgrad"), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as e:  # the parser raises many types
+        raise InputError(f"{path}: not a whole safetensors file ({e})") from None
+
+# %% ../nbs/05c_interchange.ipynb #aa11bb02
+def _take(value: Any, what: str, *keys: str) -> list[Any]:
+    "The values of a JSON object that has these keys and no others."
+    if not isinstance(value, dict) or value.keys() != set(keys):
+        raise InputError(f"{what} in its header must have exactly {', '.join(keys)}")
+    return [value[key] for key in keys]
+
+def _check_name(fmt: FP8Format) -> None:
+    "InputError for a format under the name of another one."
+    try: known = get_format(fmt.name)
+    except InputError: return  # a name of the user's own
+    if known.spec != fmt.spec: raise InputError(f"a format called {fmt.name} has the facts of {fmt.spec}; {fmt.name} is {known.spec}")
+
+def _format_of(facts: Any, spec: str) -> FP8Format:
+    "The format that facts describe; InputError where these contradict its spec or its name."
+    fmt = FP8Format(*_take(facts, f"format {spec}", *(field.name for field in fields(FP8Format))))
+    if fmt.spec != spec: raise InputError(f"the facts of {spec} are those of {fmt.spec}")
+    _check_name(fmt)
+    return fmt
+
+def _assembled(told: str | None, tensors: dict[str, Tensor]) -> dict[str, Codes | Tensor]:
+    "A file's tensors, the coded ones with their scales as `Codes`; InputError where the header's facts are not theirs."
+    if told is None: raise InputError("not written by save_codes: its metadata has no key 'altgrad'")
+    try: facts = json.loads(told)
+    except (ValueError, RecursionError): raise InputError("the word 'altgrad' in its header is no JSON") from None
+    digest = facts.pop("sha256", None) if isinstance(facts, dict) else None
+    formats, weights = _take(facts, "the word 'altgrad'", "formats", "weights")
+    for part in (formats, weights):
+        if not isinstance(part, dict): raise InputError("formats and weights in its header must be objects")
+    if digest is not None and digest != _digest(facts, tensors):
+        raise InputError("damaged, or changed since it was written: its SHA-256 is not the one in its header")
+    known = {spec: _format_of(of, spec) for spec, of in formats.items()}
+    found: dict[str, Any] = dict(tensors)
+    for name, how in weights.items():
+        spec, block = _take(how, f"weight {name}", "format", "block")
+        if not isinstance(spec, str) or spec not in known: raise InputError(f"{name} has a format without facts: {spec!r}")
+        for part in (name, f"{name}_scale"):
+            if not isinstance(found.get(part), Tensor): raise InputError(f"the tensor {part} is missing")
+        try: found[name] = Codes(found[name], found.pop(f"{name}_scale"), known[spec], block)
+        except InputError as e: raise InputError(f"{name}: {e}") from None
+    return found
 
 # %% ../nbs/05c_interchange.ipynb #9740e3ac
+def _to_device(value: Codes | Tensor, device: torch.device | str) -> Codes | Tensor:
+    "The same elsewhere."
+    if isinstance(value, Tensor): return value.to(device)
+    return replace(value, codes=value.codes.to(device), scale=value.scale.to(device))
+
 def load_codes(
     path: Path | str,  # of a file that `save_codes` wrote
     device: torch.device | str = "cpu",
 ) -> dict[str, Codes | Tensor]:  # by name
-    "Reads codes, scales and plain tensors back; InputError for a safetensors file without AltGrad's facts."
-    with safe_open(path, "pt", device=str(device)) as file:
-        told = (file.metadata() or {}).get("altgrad")
-        if told is None: raise InputError(f"{path} was not written by save_codes: its metadata has no key 'altgrad'")
-        facts, tensors = json.loads(told), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    formats = {spec: FP8Format(**of) for spec, of in facts["formats"].items()}
-    for name, how in facts["weights"].items():
-        tensors[name] = Codes(tensors[name], tensors.pop(f"{name}_scale"), formats[how["format"]], how["block"])
-    return tensors
+    "Reads codes, scales and plain tensors back; InputError for a file that `save_codes` did not write, or not like this."
+    told, tensors = _read(path)
+    try: return {name: _to_device(value, device) for name, value in _assembled(told, tensors).items()}
+    except InputError as e: raise InputError(f"{path}: {e}") from None
 
 # %% ../nbs/05c_interchange.ipynb #2cffe37a
-def _enter(grid: GridTensor, name: str, found: Codes | Tensor) -> None:
+def _is_of_grid(found: Codes, grid: GridTensor) -> bool:
+    "Whether a grid can hold these codes as they are."
+    return found.fmt.spec == grid.fmt.spec and not found.scale.dim() and math.frexp(found.scale.item())[0] == 0.5
+
+def _check_fits(name: str, found: Codes | Tensor, into: Tensor) -> None:
+    "InputError unless what a file holds can be put into a model's tensor without losing anything but digits."
+    held, dtype = (found.codes, torch.float32) if isinstance(found, Codes) else (found, found.dtype)
+    if isinstance(into, GridTensor) and not (isinstance(found, Codes) and _is_of_grid(found, into)):
+        raise InputError(f"{name}: the file does not hold {into.fmt.name} codes with one scale that is a power of two")
+    if held.shape != into.shape: raise InputError(f"{name}: the file has shape {tuple(held.shape)}, the model {tuple(into.shape)}")
+    if dtype != into.dtype and not (dtype.is_floating_point and into.dtype.is_floating_point):
+        raise InputError(f"{name}: the file has {dtype}, the model {into.dtype}")
+
+def _enter(grid: GridTensor, found: Any) -> None:
     "Puts codes into a weight that lives on the grid; what its residual remembered is forgotten."
-    if not isinstance(found, Codes) or found.fmt.spec != grid.fmt.spec or found.scale.dim() or found.codes.shape != grid.codes.shape:
-        raise InputError(f"{name}: the file does not hold {grid.fmt.name} codes of shape {tuple(grid.codes.shape)} with one scale")
     grid.codes.copy_(found.codes if grid.codes.is_floating_point() else found.bits())
     grid.scale.copy_(found.scale)
     if grid.residual is not None: grid.residual.zero_()
@@ -143,11 +274,13 @@ def load_model(
     model: nn.Module,  # plain, quantized, or with weights on the grid; changed in place
     path: Path | str,  # of a file that `save_codes` wrote
 ) -> None:
-    "Loads the file's weights; InputError or RuntimeError where names, shapes or, on the grid, formats do not fit."
-    state = load_codes(path)
-    grids = {name: p.data for name, p in model.named_parameters() if isinstance(p.data, GridTensor)}
-    for name in grids.keys() - state.keys(): raise InputError(f"{name} is not in {path}")
+    "Loads the file's weights; InputError, and an untouched model, where names, shapes, types or, on the grid, formats do not fit."
+    state, own = load_codes(path), model.state_dict()
+    try:
+        for name in sorted(own.keys() ^ state.keys()): raise InputError(f"{name} is only in the {'model' if name in own else 'file'}")
+        for name, found in state.items(): _check_fits(name, found, own[name])
+    except InputError as e: raise InputError(f"{path} does not fit the model: {e}") from None
+    grids = {name: p.data for name, p in model.named_parameters(remove_duplicate=False) if isinstance(p.data, GridTensor)}
     plain = {name: v.dequantize() if isinstance(v, Codes) else v for name, v in state.items() if name not in grids}
-    missing, unexpected = model.load_state_dict(plain, strict=False)
-    if unexpected or set(missing) - set(grids): raise InputError(f"{path} does not fit the model: {', '.join(unexpected or missing)}")
-    for name, grid in grids.items(): _enter(grid, name, state[name])
+    model.load_state_dict(plain, strict=False)
+    for name, grid in grids.items(): _enter(grid, state[name])

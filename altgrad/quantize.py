@@ -11,13 +11,15 @@ import math
 import os
 import warnings
 from functools import cache, lru_cache, partial
+from numbers import Real
 from types import FunctionType
 from typing import Any, Callable, Iterable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from .formats import COLORS, EIGHT_BIT, FORMATS, PRECISION, FP8Format, InputError, _spec, get_format, unit_in_first_place, unknown
+from .formats import COLORS, EIGHT_BIT, FORMATS, PRECISION, FP8Format, InputError, get_format, unit_in_first_place, unknown
+from .formats import _check_float, _is_dense, _is_whole, _kind, _spec
 
 # %% ../nbs/01_quantize.ipynb #a12c8c28
 class _Grid(NamedTuple):
@@ -290,11 +292,23 @@ def _compute(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: _Grid, 
     return _eager(x, scale, inverse, g, how, words, noise)
 
 # %% ../nbs/01_quantize.ipynb #a0484283
+def _refuse_scale(low: float, high: float) -> None:
+    "InputError unless scales, of which these are the smallest and the largest, are positive and finite."
+    for s in (low, high):
+        if not 0 < s < math.inf: raise InputError(f"a scale must be positive and finite, not {s:g}")
+
+def _check_scale(scale: Tensor) -> None:
+    "InputError unless all scales of a CPU are positive and finite; those of another device are not waited for."
+    if scale.device.type == "cpu" and scale.numel(): _refuse_scale(*(t.item() for t in scale.aminmax()))
+
 def _scaling(scale: Tensor | None) -> tuple[str, float | None, Tensor | None]:
     "How to divide by a scale, the scale where that is known without a wait, and the reciprocal where multiplying by it is exact: of a power of two."
     if scale is None: return "none", 1.0, None
-    if scale.numel() > 1 or scale.device.type != "cpu": return "divide", None, None
+    if scale.numel() != 1 or scale.device.type != "cpu":
+        _check_scale(scale)
+        return "divide", None, None
     s = scale.item()
+    _refuse_scale(s, s)
     if math.frexp(s)[0] == 0.5 and 2.0**-126 <= s <= 2.0**126: return "multiply", s, torch.tensor(1 / s, dtype=scale.dtype)
     return "divide", s, None
 
@@ -422,6 +436,10 @@ def _is_plain(*tensors: Tensor | int | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack(): return False
     return all(t is None or type(t) in (Tensor, torch.nn.Parameter, int) for t in tensors)
 
+def _is_readable(t: Tensor) -> bool:
+    "Whether a tensor's values may be looked at without waiting: they are a CPU's, and no compiler and no transform is watching."
+    return t.device.type == "cpu" and _is_plain(t) and not torch._C._are_functorch_transforms_active()
+
 def _estimate(x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP8Format, *how) -> Tensor:
     "Rounds by the shortest way that is open."
     if torch.compiler.is_dynamo_compiling() and _is_fusible(x, key, *how): return _Fused.apply(x, scale, fmt, how[0])
@@ -436,12 +454,16 @@ def _as_scale(scale: Tensor | float, x: Tensor) -> Tensor | None:
     "The scale in the dtype that computes, None for 1; InputError if it does not broadcast to `x`, or if a number leaves that dtype's range."
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if not isinstance(scale, Tensor):
+        if isinstance(scale, bool) or not isinstance(scale, Real):
+            raise InputError(f"a scale is a positive number or a dense tensor of them, not {scale!r}")
         lowest, top = (0.0, math.inf) if wide == torch.float64 else (2.0**-150, 2.0**128 - 2.0**103)  # between these float32 is positive and finite
         if not lowest < scale < top: raise InputError(f"scale must be positive and finite in {wide}, not {scale}")
         return None if scale == 1 else torch.tensor(scale, dtype=wide, device=x.device)
     try: fits = not scale.dim() or torch.broadcast_shapes(scale.shape, x.shape) == x.shape
     except RuntimeError: fits = False
     if not fits: raise InputError(f"a scale of shape {tuple(scale.shape)} does not broadcast to {tuple(x.shape)}")
+    if not _is_dense(scale) or scale.is_complex() or scale.dtype == torch.bool:
+        raise InputError(f"a scale is a positive number or a dense tensor of them, not {_kind(scale)}")
     return scale.detach().to(x.device, wide)
 
 GRADIENTS = ("straight_through", "clipped")
@@ -452,10 +474,12 @@ def _check(x: Tensor, fmt: FP8Format, rounding: str, overflow: str, key: int | T
     if overflow not in OVERFLOW: raise unknown("overflow", overflow, OVERFLOW)
     if gradient not in GRADIENTS: raise unknown("gradient", gradient, GRADIENTS)
     if overflow == "special" and fmt.specials == "none": raise InputError(f"{fmt.name} has neither infinity nor NaN; allowed overflow: saturate, raise")
-    if not x.is_floating_point(): raise InputError(f"fake_quantize takes a float tensor, not {x.dtype}")
+    _check_float(x, "rounding")
     if (rounding == "stochastic") != (key is not None): raise InputError("stochastic rounding, and only that, takes a key")
-    if isinstance(key, Tensor) and (key.dtype != torch.int64 or key.dim()): raise InputError("a key is an int or an int64 tensor of no dimensions")
-    if not (isinstance(random_bits, int) and 1 <= random_bits <= 24): raise InputError(f"random_bits must be a whole number from 1 to 24, not {random_bits!r}")
+    usable = key is None or _is_whole(key, -2**63, 2**63 - 1)
+    if isinstance(key, Tensor): usable = key.dtype == torch.int64 and not key.dim()
+    if not usable: raise InputError(f"a key is an int of 64 bits or an int64 tensor of no dimensions, not {key!r}")
+    if not _is_whole(random_bits, 1, 24): raise InputError(f"random_bits must be a whole number from 1 to 24, not {random_bits!r}")
 
 # %% ../nbs/01_quantize.ipynb #9f2f1b4d
 def fake_quantize(
@@ -496,7 +520,9 @@ def dequantize(
     scale: Tensor | float = 1.0,  # what `quantize` divided by, broadcastable to `q`; gets no gradient
 ) -> Tensor:  # shape and dtype of `q`
     "`q * scale`, rounded once to the dtype of `q`; the gradient is multiplied by the scale."
+    _check_float(q, "dequantize")
     factor = _as_scale(scale, q)
+    if factor is not None and _is_readable(factor): _check_scale(factor)
     return q if factor is None else (q.to(factor.dtype) * factor).to(q.dtype)
 
 # %% ../nbs/01_quantize.ipynb #e18bd3f4

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formats import COLORS, FP8Format, InputError, get_format, power_of_two, unknown
-from .quantize import _is_plain, fake_quantize
+from .formats import COLORS, FP8Format, InputError, _check_float, _is_whole, get_format, power_of_two, unknown
+from .quantize import _is_readable, fake_quantize
 
 # %% ../nbs/02_scaling.ipynb #78e4d6ba
 WIDE = 2.0**16  # a format with a larger max gets amax in [1, 2) instead of at its max
@@ -31,10 +31,6 @@ def _exponent(m: Tensor | float, e: Tensor | int, fmt: FP8Format) -> Any:
 def _power_of_two_scale(amax: Tensor, fmt: FP8Format) -> Tensor:
     "The scale of each amax."
     return power_of_two(_exponent(*torch.frexp(amax.detach().double()), fmt).clamp(-126, 127)).float()
-
-def _is_number(amax: Tensor) -> bool:
-    "Whether it is one amax that may be looked at without waiting: no compiler and no transform is watching, and it is no device's."
-    return not amax.dim() and amax.device.type == "cpu" and _is_plain(amax) and not torch._C._are_functorch_transforms_active()
 
 def _scale_of_number(amax: float, fmt: FP8Format) -> Tensor:
     "The same of one amax by Python's own arithmetic, which takes less time than a dozen operators."
@@ -53,10 +49,11 @@ def compute_scale(
     amax: Tensor,  # largest magnitude of each group that shares a scale; float, any shape, >= 0
     fmt: FP8Format | str,  # the format that the tensor is to be rounded to
     kind: str = "power_of_two",  # one of `KINDS`
-) -> Tensor:  # float32, shape of `amax`; 1 where amax is 0, infinite or NaN
+) -> Tensor:  # float32, shape of `amax`; 1 where amax is not a positive finite number
     "The smallest power of two, or number, that brings `amax / scale` to at most `fmt.max`; for a max beyond 2^16 into [1, 2), or to 1."
     if kind not in KINDS: raise unknown("kind of scale", kind, KINDS)
-    if kind == "power_of_two" and _is_number(amax): return _scale_of_number(amax.item(), get_format(fmt))
+    _check_float(amax, "compute_scale")
+    if kind == "power_of_two" and not amax.dim() and _is_readable(amax): return _scale_of_number(amax.item(), get_format(fmt))
     usable = amax.isfinite() & (amax > 0)
     amax = torch.where(usable, amax, 1.0)
     scale = (_power_of_two_scale if kind == "power_of_two" else _exact_scale)(amax, get_format(fmt))
@@ -66,6 +63,7 @@ def compute_scale(
 def _in_blocks(x: Tensor, block: int, dim: int) -> Tensor:
     "`x` with `dim` moved to the end and split into blocks; zeros fill the last one."
     x = x.movedim(dim, -1)
+    block = min(block, x.shape[-1])  # one block is the whole of what is shorter
     return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
 
 def amax_of(
@@ -74,11 +72,12 @@ def amax_of(
     dim: int | tuple[int, ...] = -1,  # along which a channel, or a block (of one dimension), lies
 ) -> Tensor:  # largest magnitudes: 0-dim; `x` with `dim` of length 1; or with one number a block along `dim`
     "The largest magnitude of each group that shares a scale; NaN where a group holds one. InputError for other granularities."
+    _check_float(x, "amax_of")
     if not x.numel(): raise InputError("amax_of takes a tensor with elements")
     if granularity == "tensor" and x.device.type != "mps": return torch.maximum(*[t.abs() for t in x.detach().aminmax()])  # one pass, and no copy of |x|
     if granularity == "tensor": return x.detach().abs().amax()
     if granularity == "channel": return x.detach().abs().amax(dim, keepdim=True)
-    if not isinstance(granularity, int) or granularity < 1: raise unknown("granularity", granularity, ("tensor", "channel", "a block's length from 1"))
+    if not _is_whole(granularity, 1): raise unknown("granularity", granularity, ("tensor", "channel", "a block's length from 1"))
     if not isinstance(dim, int): raise InputError(f"blocks lie along one dimension, not along {dim}")
     return _in_blocks(x.detach().abs(), granularity, dim).amax(-1).movedim(-1, dim)
 
@@ -90,7 +89,7 @@ def spread(
     dim: int = -1,
 ) -> Tensor:  # one number an element along `dim`
     "Repeats each block's number for each of its elements."
-    return per_block.repeat_interleave(block, dim).narrow(dim, 0, length)
+    return per_block.repeat_interleave(min(block, length), dim).narrow(dim, 0, length)
 
 def scale_of(
     x: Tensor,  # float tensor of any shape, not empty
@@ -176,7 +175,7 @@ class AmaxHistory(AmaxMemory):
         length: int = 16,  # how many are kept, at least 1
         reduce: str = "max",  # one of `REDUCTIONS`
     ):
-        if not isinstance(length, int) or length < 1: raise InputError(f"length must be a whole number from 1, not {length!r}")
+        if not _is_whole(length, 1): raise InputError(f"length must be a whole number from 1, not {length!r}")
         if reduce not in REDUCTIONS: raise unknown("reduction", reduce, REDUCTIONS)
         self.length, self.reduce = length, reduce
 
@@ -209,7 +208,8 @@ class AmaxAverage(AmaxMemory):
         self,
         momentum: float = 0.9,  # weight of the past, from 0 to below 1
     ):
-        if not 0 <= momentum < 1: raise InputError(f"momentum must be at least 0 and below 1, not {momentum}")
+        if not isinstance(momentum, (int, float)) or not 0 <= momentum < 1:
+            raise InputError(f"momentum must be at least 0 and below 1, not {momentum!r}")
         self.momentum = momentum
 
     def _enter(self, old, new): return torch.where(old > 0, self.momentum * old + (1 - self.momentum) * new, new)
@@ -246,6 +246,8 @@ class Scaling(_Resumable):
         self.fmt, self.memory, self.margin, self.kind = get_format(fmt), AmaxHistory() if memory is None else memory, margin, kind
         if not isinstance(self.memory, AmaxMemory): raise InputError(f"memory must be an AmaxMemory, e.g. AmaxHistory(16), not {memory!r}")
         if kind not in KINDS: raise unknown("kind of scale", kind, KINDS)
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) <= 253:
+            raise InputError(f"margin must be a number of octaves from -253 to 253, not {margin!r}")
         self.scale = torch.ones(())  # float32, shape of the amaxes, on their device: a divisor
 
     def update(

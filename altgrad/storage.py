@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .formats import FORMATS, FP8Format, InputError, get_format, ulp, unknown
+from .formats import FORMATS, FP8Format, InputError, _check_float, get_format, ulp, unknown
 from .geometry import code_coordinate
 from .quantize import fake_quantize, rounding_key, uniform
 from .scaling import compute_scale
@@ -161,6 +161,7 @@ def make_grid_tensor(
     "`w` rounded to nearest onto the grid under its power-of-two scale, as a `GridTensor` that later writes round as `storage` says."
     if storage not in STORAGES[1:]: raise unknown("grid storage", storage, STORAGES[1:])
     fmt = FORMATS["bfloat16"] if storage == "bf16" else get_format(fmt)
+    _check_float(w, "a grid")
     w = w.detach() if w.dtype == torch.float64 else w.detach().float()
     scale = torch.ones((), device=w.device) if storage == "bf16" else compute_scale(w.abs().amax(), fmt)
     scale = scale.to(w.dtype)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .formats import FP8Format, InputError, get_format, unknown
+from .formats import FP8Format, InputError, get_format, signed_format, unknown
 from .parallel import key_from, largest, rank, total, world
 from .quantize import CHUNK, ROUNDING, _is_plain, fake_quantize, rounding_key
 from .scaling import AmaxAverage, AmaxFirst, AmaxHistory, Scaling, amax_of, compute_scale, scale_of
@@ -39,7 +39,7 @@ class Precision:
     rounding: str = "nearest"  # a mode of `fake_quantize`
 
     def __post_init__(self):
-        object.__setattr__(self, "format", get_format(self.format))
+        object.__setattr__(self, "format", signed_format(self.format))
         if self.scaling not in RECIPES: raise unknown("scaling", self.scaling, RECIPES)
         if self.rounding not in ROUNDING: raise unknown("rounding", self.rounding, ROUNDING)
         amax_of(torch.ones(1), self.granularity)
@@ -486,6 +486,12 @@ def _install(model: nn.Module, parameters: dict[int, nn.Parameter]) -> None:
             if id(p) in parameters: module._parameters[name] = parameters[id(p)]
 
 # %% ../nbs/07_surgery.ipynb #b26697c7
+def _refuse_weights(decisions: list[tuple]) -> None:
+    "InputError for a weight that rounding cannot take: complex or integer numbers."
+    for name, module, points, _ in decisions:
+        if points and not module.weight.is_floating_point():
+            raise InputError(f"{name}.weight is {module.weight.dtype}: allowed are float weights; skip that layer")
+
 def _refuse_blocks(decisions: list[tuple]) -> None:
     "InputError for a convolution whose scales would belong to blocks."
     for name, module, points, _ in decisions:
@@ -520,6 +526,7 @@ def quantize_model(
     decisions = [(names[0], m, points, why) for names, m, points, why, _ in decided]
     if not any(points for _, _, points, _ in decisions): raise InputError("no layer would be quantized: " + (
         "the model has none" if not decisions else "; ".join(f"{name}: {why}" for name, _, _, why in decisions)))
+    _refuse_weights(decisions)
     _refuse_blocks(decisions)
     _refuse_tied_gradient(model, decisions)
     parameters = _manifold_parameters(decisions, manifold)
