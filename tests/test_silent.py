@@ -1,0 +1,151 @@
+"""Wrongs that were silent: each is refused, or says what it is."""
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from altgrad import instrument, replicas, stability, storage, trainer
+from altgrad.cli import main
+from altgrad.formats import InputError
+from altgrad.instrument import Arm, Bench, Task, build_checkpoint, make_rule, run_arm
+from altgrad.replicas import kind_of, run_arms
+from altgrad.storage import make_grid_tensor
+from altgrad.sweep import Ledger, Sweep, read_matrix
+from tiny import HEAD, TEXT
+
+TASK = Task(steps=6, batch_size=2, warmup=2, chunks=2, windows=2, every=3)
+MATRIX = HEAD + """\
+  - {format: E4M3, storage: fp32, power: 0.5, lr: 0.01}
+tune: {seeds: [1000], points: 3, most: 3}
+confirm: {seeds: [0]}
+task: {steps: 6, batch_size: 2, warmup: 2, chunks: 2, windows: 2, every: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    "A folder with a text, a cache, a checkpoint and a matrix."
+    folder = tmp_path_factory.mktemp("silent")
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "matrix.yaml").write_text(MATRIX)
+    build_checkpoint(bench(folder), "tiny-0")
+    return folder
+
+
+def bench(folder: Path) -> Bench: return Bench(folder / "checkpoints", {"tiny": f"path:{folder / 'text.txt'}"}, TASK, folder / "cache")
+
+
+def odd(**values) -> Arm:
+    "An arm with values that its own check does not let through, as if a name had been added to a table and forgotten elsewhere."
+    arm = Arm(checkpoint="tiny-0", corpus="tiny")
+    for key, value in values.items(): object.__setattr__(arm, key, value)
+    return arm
+
+
+def test_a_rule_without_a_branch_is_refused_everywhere(monkeypatch, capsys):
+    with pytest.raises(InputError, match="unknown rule 'lion'"): make_rule(odd(rule="lion"), [torch.nn.Parameter(torch.ones(3))], TASK)
+    with pytest.raises(InputError, match="lion"): kind_of(odd(rule="lion"))
+    with pytest.raises(InputError, match="unknown rule 'lion'"): trainer.make_config({"rule": "lion"})
+    assert main(["max-lr", "E4M3", "--rule", "lion", "--out", "nowhere", "--guess", "1"]) == 2 and "lion" in capsys.readouterr().err
+
+
+def test_the_tables_of_rules_agree():
+    assert list(stability.GUESSES) == list(instrument.RULES)
+    assert set(instrument.RULES) <= set(trainer.RULES)
+    for name in instrument.RULES: assert kind_of(Arm(rule=name))[0] in replicas.KINDS
+
+
+def test_a_placement_without_a_branch_is_refused(monkeypatch):
+    from altgrad import optim
+
+    monkeypatch.setattr(optim, "PLACEMENTS", (*optim.PLACEMENTS, "nowhere"))
+    w = torch.nn.Parameter(torch.ones(3))
+    w.grad = torch.ones(3)
+    with pytest.raises(InputError, match="nowhere"): optim.StiffnessAdamW([w], "E4M3", placement="nowhere").step()
+
+
+def test_a_storage_without_a_line_in_the_table_is_refused(here, monkeypatch):
+    for module in (storage, instrument, replicas): monkeypatch.setattr(module, "STORAGES", (*module.STORAGES, "grid_up"))
+    with pytest.raises(InputError, match="grid_up"): make_grid_tensor(torch.ones(3), "E4M3", "grid_up")
+    with pytest.raises(InputError, match="grid_up"): run_arm(odd(storage="grid_up"), bench(here))
+    with pytest.raises(InputError, match="grid_up"): kind_of(odd(storage="grid_up"))
+    monkeypatch.setattr(instrument, "STORAGES", (*instrument.STORAGES, "disk"))  # nor is it trained as if it were fp32
+    with pytest.raises(InputError, match="disk"): run_arm(odd(storage="disk"), bench(here))
+
+
+def changed_package(folder: Path, old: str, new: str) -> dict[str, str]:
+    "The environment of a copy of the package in whose `optim` one text is another."
+    package = Path(instrument.__file__).parent
+    shutil.copytree(package, folder / "altgrad", ignore=shutil.ignore_patterns("__pycache__"))
+    source = (folder / "altgrad/optim.py").read_text(encoding="utf-8")
+    assert source.count(old) == 1
+    (folder / "altgrad/optim.py").write_text(source.replace(old, new), encoding="utf-8")
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def swept(here) -> Sweep:
+    assert (sweep := Sweep(read_matrix(MATRIX), here / "ledger", bench(here))).run(1, progress=False) == 0
+    return sweep
+
+
+def dry_run(here: Path, env: dict[str, str]) -> str:
+    "What the next sweep of the ledger would do."
+    command = [sys.executable, "-c", "from altgrad.cli import main; raise SystemExit(main())", "sweep", str(here / "matrix.yaml"), "--dry-run",
+               "--out", str(here / "ledger"), "--corpus", f"tiny=path:{here / 'text.txt'}", "--checkpoints", str(here / "checkpoints")]
+    env = {**env, "ALTGRAD_CACHE": str(here / "cache")}
+    done = subprocess.run(command, cwd=env["PYTHONPATH"], env=env, capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr
+
+
+ARITHMETIC = "m.lerp_(g, rest1)", "m.lerp_(g, 0.9 * rest1)", "stage tune: 3 runs"
+WORDS = '"Adam\'s step for the gradient `g`; updates the moments."', '"Another sentence."  # and a comment', "stage done: 0 runs"
+
+
+@pytest.mark.parametrize("old, new, runs", [ARITHMETIC, WORDS], ids=["a rule's arithmetic", "a rule's words"])
+def test_changed_code_is_another_run(here, swept, tmp_path, old, new, runs):
+    env = changed_package(tmp_path, old, new)
+    said = dry_run(here, env)
+    assert runs in said and ("4 rows of the code" in said) == ("3 runs" in runs), said
+
+
+def test_rows_carry_the_code_and_old_ones_count_only_when_told(here, swept, tmp_path):
+    rows = swept.ledger.rows()
+    assert {row["code"] for row in rows} == {swept.bench.code} and all(instrument.run_id(instrument.row_identity(row)) == row["run"] for row in rows)
+    old = [{key: v for key, v in row.items() if key != "code"} for row in rows]  # as they were before
+    for row in old: row["run"] = instrument.run_id(instrument.row_identity(row))
+    with Ledger(tmp_path).writing() as append:
+        for row in old: append(row)
+    before = Sweep(read_matrix(MATRIX), tmp_path, bench(here))
+    assert before.plan().stage == "tune" and before.others == {"none": 4}
+    assert Sweep(read_matrix(MATRIX), tmp_path, bench(here), ["none"]).plan().stage == "done"
+    with pytest.raises(InputError, match="unknown code"): Sweep(read_matrix(MATRIX), tmp_path, bench(here), ["0000"])
+
+
+def test_both_engines_give_a_run_the_same_name(here):
+    arm = Arm(checkpoint="tiny-0", corpus="tiny", power=0.5)
+    alone, stacked = run_arm(arm, bench(here)), run_arms([arm], bench(here))[0]
+    assert alone["run"] == stacked["run"] and alone["code"] == stacked["code"]
+
+
+def test_every_module_that_a_run_calls_is_part_of_its_identity(here):
+    package, called = str(Path(instrument.__file__).parent) + os.sep, set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package): called.add(Path(frame.f_code.co_filename).stem)
+
+    ready = bench(here)
+    ready.corpus("tiny")  # a text's tokens have a hash of their own
+    arms = [Arm(checkpoint="tiny-0", corpus="tiny", storage=s, lr=0.01) for s in instrument.STORAGES]
+    arms += [Arm(checkpoint="tiny-0", corpus="tiny", rule=r, lr=0.01) for r in instrument.RULES]
+    sys.setprofile(note)
+    try:
+        for arm in arms: run_arm(arm, ready)
+        run_arms([replace(arm, seed=1) for arm in arms if arm.storage in replicas.STORAGES], ready)
+    finally: sys.setprofile(None)
+    assert {"optim", "quantize", "replicas", "surgery"} < called <= set(instrument.MODULES)
