@@ -45,7 +45,7 @@ class GridTensor(torch.Tensor):
 
     def __init__(self, codes: Tensor, scale: Tensor, writes: Tensor, rescales: Tensor, how: dict[str, Any], residual: Tensor | None = None):
         self.codes, self.scale, self.writes, self.rescales, self.residual = codes, scale, writes, rescales, residual
-        self.how = how  # fmt, rounding, seed, tensor, levels: what a write needs to know; counts: what writes did, see `write`
+        self.how = how  # fmt, rounding, seed, tensor, levels: what a write needs; counts, nonfinite: what writes did, see `write`
 
     @property
     def fmt(self) -> FP8Format:
@@ -117,8 +117,9 @@ def write(
 ) -> None:
     "Rounds `w` into `to`, growing its scale where that is needed; what is not finite leaves its code as it was."
     how, fmt = to.how, to.how["fmt"]
-    before = to.latent()
-    w = torch.where(w.isfinite(), w, before)
+    before, finite = to.latent(), w.isfinite()
+    how["nonfinite"] += w.numel() - finite.sum()
+    w = torch.where(finite, w, before)
     scale = _grown_scale(w, to.scale, fmt)
     key = rounding_key(how["seed"], int(to.writes), how["tensor"])
     codes = pack(fake_quantize(w / scale, fmt, rounding=how["rounding"], key=key if how["rounding"] == "stochastic" else None), fmt)
@@ -180,7 +181,7 @@ def make_grid_tensor(
     writes, rescales = (torch.zeros((), dtype=torch.int64, device=d) for d in ("cpu", w.device))
     levels = 2 ** (kind.residual_bits - 1) - 1 if kind.residual_bits else None
     how = {"fmt": fmt, "rounding": kind.rounding, "seed": seed, "tensor": tensor,
-           "levels": levels, "counts": torch.zeros(5, dtype=torch.int64, device=w.device)}
+           "levels": levels, "counts": torch.zeros(5, dtype=torch.int64, device=w.device), "nonfinite": torch.zeros((), dtype=torch.int64, device=w.device)}
     grid = GridTensor(pack(fake_quantize(w / scale, fmt), fmt), scale.clone(), writes, rescales, how)
     if levels is not None: grid.residual = _residual(grid, w, grid.codes, scale, rounding_key(seed, 2**32 - 1, tensor))  # a step that no write has
     return grid

@@ -13,6 +13,7 @@ from altgrad import instrument, replicas, stability, storage, trainer
 from altgrad.cli import main
 from altgrad.formats import InputError
 from altgrad.instrument import Arm, Bench, Task, build_checkpoint, make_rule, run_arm
+from altgrad.optim import GeometryOptimizer
 from altgrad.replicas import kind_of, run_arms
 from altgrad.storage import make_grid_tensor
 from altgrad.sweep import Ledger, Sweep, read_matrix
@@ -149,3 +150,65 @@ def test_every_module_that_a_run_calls_is_part_of_its_identity(here):
         run_arms([replace(arm, seed=1) for arm in arms if arm.storage in replicas.STORAGES], ready)
     finally: sys.setprofile(None)
     assert {"optim", "quantize", "replicas", "surgery"} < called <= set(instrument.MODULES)
+
+
+class Lost(GeometryOptimizer):
+    "A rule whose every proposal, or every second weight of it, is not finite."
+    def __init__(self, params, fmt, every=1):
+        super().__init__(params, dict(fmt=fmt, lr=1.0, skip_nonfinite=False))
+        self.every = every
+
+    def moments(self, group): return ()
+    def move(self, job, group, state): job.w[:: self.every] = torch.nan
+
+
+def small(here: Path, **values):
+    "A run of a few steps on the text."
+    settings = dict(name="run", data=f"path:{here / 'text.txt'}", format="E4M3", max_steps=4, batch_size=2, block_size=16, eval_every=2, eval_windows=2,
+                    warmup_steps=0, device="cpu", compute_dtype="float32")
+    return trainer.make_config({**settings, **values})
+
+
+@pytest.mark.parametrize("every, steps, ends, skipped, in_part", [
+    (1, 4, "finished, with 4 updates skipped", 4, 0),
+    (2, 4, "finished, with 4 updates not finite in part", 0, 4),
+    (1, 30, "stopped at step 10: the new weights not finite", 10, 0)])
+def test_updates_that_a_grid_cannot_hold_are_told(here, tmp_path, monkeypatch, every, steps, ends, skipped, in_part):
+    monkeypatch.setitem(trainer.RULES, "lost", lambda p, c, lr, decay: Lost(p, c.format, every))
+    monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
+    run = trainer.Trainer(small(here, rule="lost", storage="grid_nearest", max_steps=steps), tmp_path)
+    record = run.run(progress=False)
+    assert record["exit_reason"].startswith(ends) and record["results"]["skipped_updates"] == skipped
+    assert record["results"]["nonfinite_updates"] == in_part
+    weights = sum(g.numel() for g in storage.grid_weights(run.model).values())
+    assert {row["nonfinite_weights"] for row in run.folder.metrics()} == {weights // every}
+
+
+@pytest.mark.parametrize("values, words", [
+    (dict(placement="nowhere"), "unknown placement"), (dict(placement="gradient"), "placement"), (dict(power=0.5), "power=0.5"),
+    (dict(rule="madam", damping=0.1), "damping"), (dict(rule="riemannian_adamw", power=2.0), "power"),
+    (dict(rule="stiffness_sgd", placement="gradient"), "placement"), (dict(floor_octaves=3), "floor_octaves"),
+    (dict(rule="muon", rule_lr=1e300), "rule_lr"), (dict(rule="stiffness_adamw", damping=1e300), "damping"), (dict(lr=1e39), "lr"), (dict(lr=10**400), "lr"),
+    (dict(batch_size=1e23), "batch_size"), (dict(batch_size=2**62), "batch_size"), (dict(batch_size=10**400), "batch_size"), (dict(batch_size=2**30), "tokens"),
+    (dict(batch_size="9" * 5000), "batch_size"), (dict(eval_windows=2**62), "eval_windows")])
+def test_settings_that_nothing_reads_or_holds_are_refused(here, values, words):
+    with pytest.raises(InputError, match=words) as e: small(here, **values)
+    assert len(str(e.value)) <= 300 and "\n" not in str(e.value)
+
+
+def test_settings_that_the_rule_reads_are_taken(here):
+    small(here, rule="stiffness_adamw", power=-0.5, placement="gradient", damping=0.5, floor_octaves=4)
+    small(here, rule="stiffness_sgd", power=0.5, damping=0.5)
+    small(here, rule="grid_sgd", floor_octaves=4)
+    small(here, storage="fp32", rule="riemannian_adamw", floor_octaves=4)
+
+
+def test_metrics_hold_the_rate_of_the_rule(here, tmp_path, monkeypatch):
+    from altgrad.monitors import METRICS
+
+    monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
+    run = trainer.Trainer(small(here, rule="riemannian_adamw", rule_lr=0.5, lr=1e-3, warmup_steps=2), tmp_path)
+    run.run(progress=False)
+    for row in run.folder.metrics():
+        assert row["rule_lr"] == pytest.approx(0.5 * row["lr"] / 1e-3, rel=1e-12)
+    assert {"lr", "rule_lr", "nonfinite_weights"} <= {metric.name for section in METRICS for metric in section.metrics}
