@@ -106,7 +106,7 @@ GRADIENTS = MetricGroup("gradients/<layer>/", "one pass over the gradients", "th
 
 # %% ../nbs/08_monitors.ipynb #446b0233
 SHADOW = MetricGroup("shadow/<layer>/", "a forward and a backward pass in FP32: about one more step",
-    "the same weights and batch without rounding: gradient $h$ in FP32, beside $g$ (see `altgrad.shadow`)", (
+    "the same weights and batch without rounding: gradient $h$ in FP32, beside $g$ (see `altgrad.shadow`); `all`: of the layers that round something", (
     Metric("cosine", "$g \\cdot h / (\\lVert g\\rVert \\lVert h\\rVert)$", "1", "below 0.9: the step goes elsewhere"),
     Metric("snr_db", "$10 \\log_{10}(\\lVert h\\rVert^2 / \\lVert g - h\\rVert^2)$", "dB", "below 0: the error is larger than the gradient"),
 ))

@@ -212,3 +212,73 @@ def test_metrics_hold_the_rate_of_the_rule(here, tmp_path, monkeypatch):
     for row in run.folder.metrics():
         assert row["rule_lr"] == pytest.approx(0.5 * row["lr"] / 1e-3, rel=1e-12)
     assert {"lr", "rule_lr", "nonfinite_weights"} <= {metric.name for section in METRICS for metric in section.metrics}
+
+
+def page_of(folder: Path, capsys, monkeypatch) -> str:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["watch", str(folder), "--once"]) == 0
+    return capsys.readouterr().out
+
+
+def test_watch_of_a_ledger_averages_over_nothing_that_differs(tmp_path, capsys, monkeypatch):
+    def row(i, **values):
+        return {"run": f"{i:04x}", "stage": "confirm", "matrix": "m", "format": "E4M3", "storage": "fp32", "seed": i, "seconds": 1.0, **values}
+
+    bent = dict(rule="stiffness_adamw", lr=0.01)
+    arms = [dict(rule="madam", lr=0.5, val_loss=9.0), dict(rule="adamw", lr=0.01, val_loss=3.0), dict(rule="adamw", lr=0.02, val_loss=7.0),
+            dict(**bent, power=0.5, placement="update", val_loss=2.0), dict(**bent, power=-1.0, placement="update", val_loss=4.0),
+            dict(**bent, power=-1.0, placement="gradient", val_loss=6.0)]
+    with Ledger(tmp_path).writing() as append:
+        for i, values in enumerate(arms + arms): append(row(i, **values))
+    said = page_of(tmp_path, capsys, monkeypatch)
+    for line in ("madam 2 0.5 9.0000 9.0000", "stiffness_adamw +0.5 2 0.01 2.0000 2.0000", "stiffness_adamw -1 2 0.01 4.0000 4.0000",
+                 "stiffness_adamw -1 gradient 2 0.01 6.0000 6.0000", "adamw 4 0.01 3.0000 3.0000"):
+        assert any(f"fp32 E4M3 {line}" in " ".join(found.split()) for found in said.splitlines()), (line, said)
+
+
+def test_watch_of_a_run_shows_the_rate_of_the_rule(here, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
+    trainer.Trainer(small(here, rule="riemannian_adamw", rule_lr=0.5, lr=1e-3, max_steps=2, min_lr_ratio=1.0), tmp_path).run(progress=False)
+    said = page_of(tmp_path / "run", capsys, monkeypatch)
+    assert "1.00e-03" in said and "5.00e-01" in said
+
+
+def test_the_whole_shadow_is_of_the_rounded_layers():
+    from altgrad.model import GPT, GPTConfig, loss_of
+    from altgrad.monitors import Parcel
+    from altgrad.shadow import Shadow, shadow_gradients, shadow_metrics
+    from altgrad.surgery import quantize_model
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8))
+    quantize_model(model, "E2M1")
+    x = torch.randint(256, (4, 9))
+    batch, shadow, parcel = [(x[:, :-1], x[:, 1:])], Shadow(model), Parcel()
+    shadow.begin(1)
+    loss_of(model, *batch[0]).backward()
+    shadow.measure(batch, parcel)
+    said, exact = shadow_metrics(parcel.unpack()), shadow_gradients(model, batch, shadow.states)
+    g, h = (torch.cat([t.double().flatten() for t in ts]) for ts in zip(*[(model.get_submodule(n).weight.grad, exact[n]) for n in exact if n != "lm_head"]))
+    assert said["shadow/all/cosine"] == pytest.approx(float(g @ h / g.norm() / h.norm()), abs=1e-6) and "shadow/lm_head/cosine" in said
+
+
+def stored_run(folder: Path, config: str, bad: bool) -> Path:
+    "A made-up run whose updates stall, and whose loss rises or not."
+    from altgrad.tracking import MetricsLog, RunFolder
+
+    run = RunFolder(folder)
+    run.create(f"name: {folder.name}\nformat: E4M3\nmax_steps: 140\n{config}")
+    with MetricsLog(run) as log:
+        for s in range(1, 141): log.append({"step": s, "loss": 1 + 4 * 0.95**s + 0.1 * bad * max(0, s - 60), "updates/fc/bit_stall_rate": 0.9})
+    return folder
+
+
+def test_autopsy_advises_no_healthy_run_and_nothing_that_is_set(tmp_path):
+    from altgrad.autopsy import autopsy
+
+    well = str(autopsy(stored_run(tmp_path / "well", "storage: grid_nearest\n", bad=False)))
+    assert "shows no illness" in well and "try:" not in well
+    ill = str(autopsy(stored_run(tmp_path / "ill", "storage: grid_stochastic\nrule: stiffness_adamw\n", bad=True)))
+    tried = ill.partition("try:")[2]
+    assert "storage=master" in tried and "grid_stochastic" not in tried
+    assert "riemannian" not in str(autopsy(stored_run(tmp_path / "ulps", "storage: grid_nearest\nrule: riemannian_adamw\n", bad=True))).partition("try:")[2]
