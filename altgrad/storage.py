@@ -7,6 +7,7 @@ __all__ = ['GRIDS', 'STORAGES', 'RESIDUAL_BITS', 'pack', 'unpack', 'GridTensor',
            'store_on_grid', 'grid_weights', 'plain_state', 'load_plain_state']
 
 # %% ../nbs/05a_storage.ipynb #a07a0ed3
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -74,8 +75,21 @@ class GridTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner, how, size, stride): return GridTensor(**inner, how=how)
 
+    def __reduce_ex__(self, protocol):
+        "For pickle: plain tensors and plain values, so that `torch.load` reads them with `weights_only`."
+        how = {**self.how, "fmt": asdict(self.fmt)}
+        return _rebuild, (self.parts(), how, isinstance(self, nn.Parameter), self.requires_grad)
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None): return _dispatch(func, args, kwargs or {})
+
+# %% ../nbs/05a_storage.ipynb #9b4c3d8f
+def _rebuild(parts: dict[str, Tensor], how: dict[str, Any], is_parameter: bool, requires_grad: bool) -> Tensor:
+    "A pickled `GridTensor`."
+    grid = GridTensor(**parts, how={**how, "fmt": FP8Format(**how["fmt"])})
+    return nn.Parameter(grid, requires_grad) if is_parameter else grid.requires_grad_(requires_grad)
+
+torch.serialization.add_safe_globals([_rebuild])  # it makes nothing but a tensor out of tensors
 
 # %% ../nbs/05a_storage.ipynb #b4ea6a72
 def _grown_scale(w: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
@@ -135,11 +149,22 @@ _KEEP = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 def _plain(x: Any) -> Any: return x.dequantize() if isinstance(x, GridTensor) else x
 
+def _alike(to: Any, source: Any) -> bool:
+    "Whether both live on a grid of the same kind."
+    grids = isinstance(to, GridTensor) and isinstance(source, GridTensor) and to.shape == source.shape and to.dtype == source.dtype
+    return grids and (to.fmt, to.how["levels"]) == (source.fmt, source.how["levels"])
+
+def _copy(to: GridTensor, source: GridTensor) -> GridTensor:
+    "Takes codes, scale and residual as they are: nothing is rounded, as `load_state_dict` wants it."
+    for name, part in to.parts().items(): part.copy_(source.parts()[name])
+    return to
+
 def _dispatch(func, args, kwargs):
     "Reads unpack; an in-place operation on a `GridTensor` computes on the unpacked values and writes them back, rounded once."
     if func in _KEEP: return GridTensor(**args[0].parts(), how=args[0].how)
     if func is torch.ops.aten.clone.default and not kwargs:
         return GridTensor(**{name: part.clone() for name, part in args[0].parts().items()}, how=args[0].how)
+    if func is torch.ops.aten.copy_.default and _alike(*args[:2]): return _copy(*args[:2])
     plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
     target = args[0] if args and isinstance(args[0], GridTensor) and func._schema.name.endswith("_") else None
     if target is not None: plain_args = (target.latent(), *plain_args[1:])

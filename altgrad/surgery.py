@@ -346,15 +346,15 @@ class LayerPrecisionRule:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    "Rules in order of precedence, and the format of the layers that none of them matches."
+    "Rules in order of precedence, and the format (or all points) of the layers that none of them matches."
     rules: tuple[LayerPrecisionRule, ...] = ()  # the first match wins
-    default: FP8Format | str | None = None  # None keeps unmatched layers in high precision
+    default: LayerPrecisionRule | FP8Format | str | None = None  # of all others, if there are any, whatever its pattern; None keeps them in high precision
 
     def __post_init__(self):
         object.__setattr__(self, "rules", tuple(self.rules) if not isinstance(self.rules, LayerPrecisionRule) else (self.rules,))
         for rule in self.rules:
             if not isinstance(rule, LayerPrecisionRule): raise InputError(f"rules must be LayerPrecisionRules, not {rule!r}")
-        if self.default is not None: get_format(self.default)
+        if self.default is not None and not isinstance(self.default, LayerPrecisionRule): get_format(self.default)
 
 # %% ../nbs/07_surgery.ipynb #ebacc44a
 def parse_rules(
@@ -415,6 +415,7 @@ def _decide(names: list[str], module: nn.Module, config: PrecisionConfig, skip: 
     if any(_matches(name, pattern) for name in names for pattern in skip): return {}, "skipped", None
     for rule in config.rules:
         if any(fnmatchcase(name, rule.pattern) for name in names): return rule.points(), f"rule {rule.pattern!r}", rule
+    if isinstance(config.default, LayerPrecisionRule): return config.default.points(), "no rule matches", None
     return {} if config.default is None else {"weight": Precision(config.default)}, "no rule matches", None
 
 # %% ../nbs/07_surgery.ipynb #f199e403

@@ -318,7 +318,7 @@ def _quantize(model: GPT, c: TrainConfig) -> None:
     both = {"activation": c.activation, "gradient": c.gradient}
     head = [LayerPrecisionRule(_HEADS[c.task], c.head, **both)] if c.head else []
     everyone = LayerPrecisionRule("*", c.format, weight_gradient=c.weight_gradient, **both)
-    quantize_model(model, config=PrecisionConfig([*parse_rules(c.rules), *head, everyone]), skip=() if head else SKIP, seed=c.seed)
+    quantize_model(model, config=PrecisionConfig([*parse_rules(c.rules), *head], default=everyone), skip=() if head else SKIP, seed=c.seed)
 
 def make_model(
     c: TrainConfig,

@@ -282,3 +282,59 @@ def test_autopsy_advises_no_healthy_run_and_nothing_that_is_set(tmp_path):
     tried = ill.partition("try:")[2]
     assert "storage=master" in tried and "grid_stochastic" not in tried
     assert "riemannian" not in str(autopsy(stored_run(tmp_path / "ulps", "storage: grid_nearest\nrule: riemannian_adamw\n", bad=True))).partition("try:")[2]
+
+
+def grid_model(name: str, seed: int = 0) -> torch.nn.Module:
+    from altgrad.surgery import quantize_model
+
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
+    quantize_model(model, "E4M3")
+    storage.store_on_grid(model, name, seed=3)
+    return model
+
+
+def test_state_of_a_model_on_a_grid_is_read_with_weights_only(tmp_path):
+    for name in storage.STORAGES[1:]:
+        model = grid_model(name)
+        with torch.no_grad(): model[0].weight.mul_(3.1)  # the scale grows, and there are writes
+        torch.save(model.state_dict(), tmp_path / f"{name}.pt")
+        torch.save({f"{key}.{part}": t for key, grid in storage.grid_weights(model).items() for part, t in grid.parts().items()}, tmp_path / f"{name}.parts.pt")
+    code = """
+import sys, torch
+import altgrad.storage
+for name in altgrad.storage.STORAGES[1:]:
+    state, parts = (torch.load(f"{sys.argv[1]}/{name}.{end}", weights_only=True) for end in ("pt", "parts.pt"))
+    grids = {key: grid for key, grid in state.items() if isinstance(grid, altgrad.storage.GridTensor)}
+    assert len(grids) == 2 and all(torch.equal(t, parts[f"{key}.{part}"]) for key, grid in grids.items() for part, t in grid.parts().items()), name
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+@pytest.mark.parametrize("name", storage.STORAGES[1:])
+def test_a_loaded_model_on_a_grid_goes_on_bit_for_bit(name, tmp_path):
+    model, twin = grid_model(name), grid_model(name, seed=1)
+    with torch.no_grad():
+        for _ in range(3): model[0].weight.mul_(3.1).add_(0.01)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        twin.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+        for _ in range(2):
+            for one, other in zip(storage.grid_weights(model).values(), storage.grid_weights(twin).values()):
+                assert all(torch.equal(t, other.parts()[part]) for part, t in one.parts().items()), name
+            for m in (model, twin): m[0].weight.add_(0.013)
+
+
+@pytest.mark.parametrize("rules, formats", [("*.proj: ; *.attn.qkv: weight=E5M2; *.mlp.fc: weight=E3M4", {"qkv": "E5M2", "fc": "E3M4"}),
+                                            ("*: weight=E5M2", {"qkv": "E5M2", "fc": "E5M2", "proj": "E5M2"}),
+                                            ("*.qkv: weight=E5M2", {"qkv": "E5M2", "fc": "E4M3", "proj": "E4M3"})])
+def test_rules_may_cover_every_layer(here, rules, formats):
+    model = trainer.make_model(small(here, rules=rules), 256, torch.device("cpu"))
+    from altgrad.surgery import quantized_layers
+
+    assert {name.rpartition(".")[2]: m.weight_format.name for name, m in quantized_layers(model)} == formats
+
+
+def test_a_rule_that_someone_wrote_must_decide_something(here):
+    with pytest.raises(InputError, match="'blocks.0.mlp.fc' decides no layer"):
+        trainer.make_model(small(here, rules="*: weight=E5M2; blocks.0.mlp.fc: weight=E4M3"), 256, torch.device("cpu"))
