@@ -40,6 +40,7 @@ class Precision:
 
     def __post_init__(self):
         object.__setattr__(self, "format", get_format(self.format))
+        if not (self.format.signed and self.format.has_zero): raise InputError(f"{self.format.name} rounds no model's tensors: it has no sign or no zero")
         if self.scaling not in RECIPES: raise unknown("scaling", self.scaling, RECIPES)
         if self.rounding not in ROUNDING: raise unknown("rounding", self.rounding, ROUNDING)
         amax_of(torch.ones(1), self.granularity)
@@ -279,7 +280,8 @@ class Quantized(nn.Module):
         return _rounded_weight(self, advance) if "weight" in self.points else self.weight
 
     def rounded_input(self, x: Tensor) -> Tensor:
-        "The input as the product sees it."
+        "The input as the product sees it; InputError under `torch.jit.trace`, which would take the scales of one batch for constants."
+        if torch.jit.is_tracing(): raise InputError("a quantized model cannot be traced by torch.jit: use torch.compile or torch.export")
         return self.points["activation"](x, self.training) if "activation" in self.points else x
 
     def extra_repr(self) -> str:
@@ -494,6 +496,27 @@ def _refuse_blocks(decisions: list[tuple]) -> None:
             if isinstance(module, nn.Conv2d) and isinstance(p.granularity, int):
                 raise InputError(f"{name}: the {kind} of a convolution has one scale a tensor or a channel, not blocks of {p.granularity}")
 
+def _globs(skip: Any) -> tuple[str, ...]:
+    "The skip patterns; InputError for what is no text, nor several."
+    found = (skip,) if isinstance(skip, str) or not isinstance(skip, Iterable) else tuple(skip)
+    if skip is None: return ()
+    if not all(isinstance(pattern, str) for pattern in found): raise InputError(f"skip takes globs over the names of layers, not {type(skip).__name__}")
+    return found
+
+def _refuse_model(model: Any) -> None:
+    "InputError for what is no module, or none whose layers can be changed."
+    if not isinstance(model, nn.Module):
+        raise InputError(f"quantize_model takes a torch.nn.Module, not {f'the class {model.__name__}' if isinstance(model, type) else type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule): raise InputError("a model of torch.jit cannot be changed: quantize the model that it was made from")
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.UninitializedParameter): raise InputError(f"{name} has no shape yet: run a batch through the model before it is quantized")
+
+def _refuse_weights(decisions: list[tuple]) -> None:
+    "InputError for a layer that is to round something and whose weight is not of real floating-point numbers."
+    for name, module, points, _ in decisions:
+        if points and not module.weight.is_floating_point():
+            raise InputError(f"{name or 'the model'} has weights of {module.weight.dtype}: only real floating-point numbers are rounded")
+
 def _refuse_tied_gradient(model: nn.Module, decisions: list[tuple]) -> None:
     "InputError for a weight's gradient that is to be rounded and is not of one layer alone."
     for name, module, points, _ in decisions:
@@ -512,8 +535,9 @@ def quantize_model(
     seed: int = 0,  # of stochastic rounding
 ) -> QuantizationReport:
     "Makes the model's linear layers and convolutions round what rules say; InputError, and an untouched model, if anything in the request is wrong."
+    _refuse_model(model)
     config = _config_of(format, config)
-    skip = (skip,) if isinstance(skip, str) else tuple(skip or ())
+    skip = _globs(skip)
     layers = _layers(model)
     if any(isinstance(m, Quantized) for m in layers): raise InputError("the model is quantized already")
     decided = [(names, m, *_decide(names, m, config, skip)) for m, names in layers.items()]
@@ -521,6 +545,7 @@ def quantize_model(
     decisions = [(names[0], m, points, why) for names, m, points, why, _ in decided]
     if not any(points for _, _, points, _ in decisions): raise InputError("no layer would be quantized: " + (
         "the model has none" if not decisions else "; ".join(f"{name}: {why}" for name, _, _, why in decisions)))
+    _refuse_weights(decisions)
     _refuse_blocks(decisions)
     _refuse_tied_gradient(model, decisions)
     parameters = _manifold_parameters(decisions, manifold)

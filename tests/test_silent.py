@@ -338,3 +338,31 @@ def test_rules_may_cover_every_layer(here, rules, formats):
 def test_a_rule_that_someone_wrote_must_decide_something(here):
     with pytest.raises(InputError, match="'blocks.0.mlp.fc' decides no layer"):
         trainer.make_model(small(here, rules="*: weight=E5M2; blocks.0.mlp.fc: weight=E4M3"), 256, torch.device("cpu"))
+
+
+LAYERS = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+WHOLE = torch.nn.Linear(8, 8)
+WHOLE.weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
+COMPLEX = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("model, format, how, words", [
+    (torch.nn.Sequential(torch.nn.LazyLinear(4)), "E4M3", {}, "no shape yet"), (None, "E4M3", {}, "not NoneType"), ("model", "E4M3", {}, "not str"),
+    (torch.nn.Linear, "E4M3", {}, "the class Linear"), (LAYERS, "float8_e8m0fnu", {}, "no sign"), (LAYERS, "E4M3", {"skip": 3}, "skip takes globs"),
+    (LAYERS, "E4M3", {"skip": [3]}, "skip takes globs"), (WHOLE, "E4M3", {}, "torch.int8"), (COMPLEX, "E4M3", {}, "torch.complex64"),
+    (torch.jit.trace(torch.nn.Linear(8, 2), torch.ones(1, 8)), "E4M3", {}, "torch.jit")])
+def test_what_is_no_model_to_quantize_is_refused(model, format, how, words):
+    from altgrad.surgery import quantize_model
+
+    with pytest.raises(InputError, match=words) as e: quantize_model(model, format, **how)
+    assert len(str(e.value)) <= 300 and "\n" not in str(e.value)
+    assert not isinstance(model, torch.nn.Module) or not any(hasattr(m, "points") for m in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_model_is_not_traced():
+    from altgrad.surgery import quantize_model
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    quantize_model(model, "E4M3")
+    with pytest.raises(InputError, match="torch.compile or torch.export"): torch.jit.trace(model, torch.ones(2, 8))
