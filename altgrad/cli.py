@@ -84,7 +84,8 @@ def _add_sweep(commands: Any) -> None:
     words = "make one run of a ledger again and say whether it agrees"
     replay = commands.add_parser("replay", help=words, description=words)
     replay.add_argument("run", metavar="ROW", help="the run's id, or its first digits")
-    replay.add_argument("--ledger", required=True, metavar="FILE", help="ledger.jsonl, a parquet file, or the folder of either; texts and checkpoints beside it are used")
+    replay.add_argument("--ledger", required=True, metavar="FILE",
+                        help="ledger.jsonl, a parquet file, or the folder of either; texts and checkpoints beside it are used")
     words = "find the largest learning rate at which formats still train, by bisection; a killed search goes on"
     search = commands.add_parser("max-lr", help=words, description=words)
     search.add_argument("formats", metavar="FORMAT", nargs="+", help="8-bit formats, or all for the eight of them")
@@ -95,6 +96,9 @@ def _add_sweep(commands: Any) -> None:
     search.add_argument("--on", default="eurlex", metavar="LABEL", help="text that is learnt (default: eurlex)")
     search.add_argument("--out", required=True, metavar="DIR", help="folder of the ledger; several searches may share one")
     search.add_argument("--workers", type=int, default=1, metavar="N", help="processes of one thread each (default: 1)")
+    for p in (sweep, search):
+        p.add_argument("--accept", action="append", default=[], metavar="CODE",
+                       help="count the ledger's rows of this code (its first digits; none: rows that do not say theirs) as made by this one; may be repeated")
     for p in (sweep, replay, search):
         p.add_argument("--corpus", action="append", type=_setting, default=[], metavar="LABEL=DATA",
                        help="the text that a label stands for, e.g. eurlex=path:laws.txt; may be repeated")
@@ -259,7 +263,7 @@ def _sweep(args: argparse.Namespace) -> int:
     workers = args.workers or 1
     try: text = Path(args.matrix).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e: raise InputError(f"cannot read the matrix {args.matrix}: {type(e).__name__}") from None
-    sweep = Sweep(read_matrix(text), args.out, Bench(args.checkpoints, dict(args.corpus)))
+    sweep = Sweep(read_matrix(text), args.out, Bench(args.checkpoints, dict(args.corpus)), args.accept)
     pool = _pool(args, sweep)
     sweep.build()
     if args.dry_run:
@@ -288,15 +292,16 @@ def _pool(args: argparse.Namespace, sweep: Any) -> Any:
 
 def _max_lr(args: argparse.Namespace) -> int:
     "`altgrad max-lr FORMAT...`"
-    from altgrad.formats import EIGHT_BIT, InputError
+    from altgrad.formats import EIGHT_BIT, InputError, unknown
     from altgrad.instrument import Arm, Bench
     from altgrad.stability import GUESSES, StabilitySearch
 
     if args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
     names = [n for name in args.formats for n in (EIGHT_BIT if name == "all" else [name])]
-    guess = args.guess if args.guess is not None else GUESSES.get(args.rule, 1.0)
+    if args.rule not in GUESSES: raise unknown("rule", args.rule, GUESSES)
+    guess = GUESSES[args.rule] if args.guess is None else args.guess
     arms = [Arm(format=n, storage=args.storage, rule=args.rule, power=args.power, lr=guess, corpus=args.on) for n in dict.fromkeys(names)]
-    search = StabilitySearch(arms, args.out, Bench(args.checkpoints, dict(args.corpus)))
+    search = StabilitySearch(arms, args.out, Bench(args.checkpoints, dict(args.corpus)), accept=args.accept)
     search.build()
     failed = search.run(args.workers)
     show = lambda v: "-" if v is None else f"{v:g}"

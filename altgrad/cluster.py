@@ -31,7 +31,7 @@ def _work_on_node(setup: tuple, run: str, arm: Arm, device: str | None) -> dict[
         sweep._BENCH, _STARTED = Bench(*setup), setup
     try: here = run_id(identity(arm, sweep._BENCH))
     except (InputError, OSError) as e: return {"error": f"this machine lacks something: {' '.join(str(e).split())[:300]}"}
-    if here != run: return {"error": f"this machine has another text or checkpoint: its run would be {here}"}
+    if here != run: return {"error": f"this machine has another text, checkpoint or code: its run would be {here}"}
     return sweep._work(arm) if device is None else _work_batch([arm], device)[0]
 
 # %% ../nbs/14f_cluster.ipynb #68d3eb91

@@ -106,7 +106,7 @@ GRADIENTS = MetricGroup("gradients/<layer>/", "one pass over the gradients", "th
 
 # %% ../nbs/08_monitors.ipynb #446b0233
 SHADOW = MetricGroup("shadow/<layer>/", "a forward and a backward pass in FP32: about one more step",
-    "the same weights and batch without rounding: gradient $h$ in FP32, beside $g$ (see `altgrad.shadow`)", (
+    "the same weights and batch without rounding: gradient $h$ in FP32, beside $g$ (see `altgrad.shadow`); `all`: of the layers that round something", (
     Metric("cosine", "$g \\cdot h / (\\lVert g\\rVert \\lVert h\\rVert)$", "1", "below 0.9: the step goes elsewhere"),
     Metric("snr_db", "$10 \\log_{10}(\\lVert h\\rVert^2 / \\lVert g - h\\rVert^2)$", "dB", "below 0: the error is larger than the gradient"),
 ))
@@ -130,7 +130,9 @@ TRAINING = MetricGroup("(no path: first in a row)", "nothing", "the step", (
     Metric("val_macro_f1", "the same for each label, and the mean", "1", "far below `val_micro_f1`: rare labels are never said"),
     Metric("val_roc_auc", "mean over labels of the area under the ROC curve", "1", "near 1/2: no better than chance"),
     Metric("val_pr_auc", "mean over labels of the area under the precision-recall curve", "1", "near the labels' frequency: no better than chance"),
-    Metric("lr", "learning rate", "of the rule", ""),
+    Metric("lr", "learning rate of AdamW: of all weights, or of those that the update rule has not", "AdamW's", ""),
+    Metric("rule_lr", "learning rate of the update rule, where the linear weights have one of their own", "of the rule", ""),
+    Metric("nonfinite_weights", "weights on a grid whose new value was NaN or infinite: they keep their code", "weights", "above 0: so much was lost"),
     Metric("grad_norm", "global L2 norm before clipping", "1", "NaN: the update is skipped"),
     Metric("tokens_per_s", "tokens of the update / its seconds", "1/s", "falls: the machine is shared or too hot"),
     Metric("wall_clock_s", "seconds of training so far", "s", ""),

@@ -257,9 +257,10 @@ class _BentAdam(GeometryOptimizer):
         elif group["placement"] == "gradient":
             ratio = _run(group, _bend, g, w, *how)
             _run(group, _adam_pass, w, spare, ratio, *moments, numbers)
-        else:
+        elif group["placement"] == "update":
             ratio = _run(group, _bent_adam_pass, w, g, *moments, numbers, *how)
             _run(group, _decay_and_add_pass, w, spare, ratio, numbers)
+        else: raise unknown("placement", group["placement"], PLACEMENTS)
 
 # %% ../nbs/05b_optim.ipynb #bf8eaf28
 class StiffnessAdamW(_BentAdam):
@@ -437,7 +438,7 @@ class Madam(GeometryOptimizer):
         _run(group, _madam_pass, w, job.g, *job.moments, state["max"], numbers)
 
 # %% ../nbs/05b_optim.ipynb #9d2b3a70
-RUNG_ROUNDING = ("nearest", "stochastic", "none")
+RUNG_ROUNDING = {"nearest": (True, False), "stochastic": (True, True), "none": (False, False)}  # whether codes are rounded to, and by chance
 
 def _rung_pass(w, g, buffer, momentum, line):
     "Updates the momentum in code space; one over its RMS."
@@ -495,9 +496,10 @@ class GridSGD(GeometryOptimizer):
 
     def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         (w, g, moments, grid, _, on_grid), key = job, None
-        if group["rounding"] == "stochastic" and not on_grid:
+        rounded, stochastic = (False, False) if on_grid else RUNG_ROUNDING[group["rounding"]]
+        if stochastic:
             state.setdefault("number", len(self.state))  # of the parameter, so that no two draw the same
             key = torch.tensor(rounding_key(group["seed"], state["step"], state["number"]), device=w.device)
         length = _run(group, _rung_pass, w, g, *moments, _numbers(w, group["momentum"])[0], grid)
         numbers = _numbers(w, 1 - group["lr"] * group["weight_decay"], -group["lr"], group["rung_clip"])
-        _run(group, _climb_pass, w, *moments, length, numbers, grid, key, group["rounding"] != "none" and not on_grid)
+        _run(group, _climb_pass, w, *moments, length, numbers, grid, key, rounded)

@@ -78,14 +78,17 @@ class Shadow:
         weights = linear_weights(self.model)
         for name, h in shadow_gradients(self.model, batches, self.states, self.loss).items():
             g = weights[name].grad
-            if g is not None: parcel["shadow", name] = torch.stack([(a * b).sum(dtype=torch.float64) for a, b in ((g, h), (g, g), (h, h), (g - h, g - h))])
+            if g is None: continue
+            sums = torch.stack([(a * b).sum(dtype=torch.float64) for a, b in ((g, h), (g, g), (h, h), (g - h, g - h))])
+            parcel["shadow", name, isinstance(self.model.get_submodule(name), Quantized)] = sums
 
 def shadow_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
 ) -> dict[str, float]:  # path to value; NaN where it is not defined
-    "Cosine and signal-to-noise ratio by layer, and under `all` of the whole gradient."
+    "Cosine and signal-to-noise ratio by layer, and under `all` of the gradient of all layers that round something."
     rows = {key[1]: v for key, v in found.items() if key[0] == "shadow"}
-    if rows: rows["all"] = np.sum(list(rows.values()), 0)
+    rounded = [v for key, v in found.items() if key[0] == "shadow" and key[2]]
+    if rounded: rows["all"] = np.sum(rounded, 0)
     values = {}
     with np.errstate(divide="ignore", invalid="ignore"):
         for name, (gh, gg, hh, noise) in rows.items():

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping, NamedTuple
 
 from .formats import COLORS, EIGHT_BIT, InputError
-from .instrument import Arm, Bench
+from .instrument import RULES, Arm, Bench
 from .sweep import Job, Matrix, Plan, Sweep
 
 # %% ../nbs/14e_stability.ipynb #3d427230
 PARTS = 8  # of an octave: the resolution of the threshold
 FURTHEST = 16  # octaves from the first guess that are tried
-GUESSES = {"adamw": 4e-3, "stiffness_adamw": 4e-3, "riemannian_adamw": 0.5, "madam": 0.03, "grid_sgd": 0.5}  # first guesses, in each rule's own unit
+GUESSES = {name: rule.guess for name, rule in RULES.items()}  # first guesses, in each rule's own unit
 
 def rate_of(
     guess: float,  # the first learning rate tried
@@ -69,10 +69,11 @@ class StabilitySearch(Sweep):
         bench: Bench,
         checkpoints: tuple[str, ...] = ("stdlib-0.1m-0", "stdlib-0.1m-1", "stdlib-0.1m-2"),
         seeds: tuple[int, ...] = (3000, 3001, 3002),  # the first on the first checkpoint, and so on
+        accept: Iterable[str] = (),  # see `Sweep`
     ):
         cells = tuple((replace(arm, lr=0.0), arm.lr) for arm in arms)
         if any(not guess > 0 for _, guess in cells): raise InputError("a search begins at a learning rate above 0")
-        super().__init__(Matrix("stability", 0, cells, checkpoints, seeds, (), task=bench.task), out, bench)
+        super().__init__(Matrix("stability", 0, cells, checkpoints, seeds, (), task=bench.task), out, bench, accept)
         self.repeats = list(zip(cycle(checkpoints), seeds))
 
     def probes(self, cell: Arm, lr: float) -> list[Arm]:

@@ -279,7 +279,8 @@ class Quantized(nn.Module):
         return _rounded_weight(self, advance) if "weight" in self.points else self.weight
 
     def rounded_input(self, x: Tensor) -> Tensor:
-        "The input as the product sees it."
+        "The input as the product sees it; InputError under `torch.jit.trace`, which would take the scales of one batch for constants."
+        if torch.jit.is_tracing(): raise InputError("a quantized model cannot be traced by torch.jit: use torch.compile or torch.export")
         return self.points["activation"](x, self.training) if "activation" in self.points else x
 
     def extra_repr(self) -> str:
@@ -346,15 +347,15 @@ class LayerPrecisionRule:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    "Rules in order of precedence, and the format of the layers that none of them matches."
+    "Rules in order of precedence, and the format (or all points) of the layers that none of them matches."
     rules: tuple[LayerPrecisionRule, ...] = ()  # the first match wins
-    default: FP8Format | str | None = None  # None keeps unmatched layers in high precision
+    default: LayerPrecisionRule | FP8Format | str | None = None  # of all others, if there are any, whatever its pattern; None keeps them in high precision
 
     def __post_init__(self):
         object.__setattr__(self, "rules", tuple(self.rules) if not isinstance(self.rules, LayerPrecisionRule) else (self.rules,))
         for rule in self.rules:
             if not isinstance(rule, LayerPrecisionRule): raise InputError(f"rules must be LayerPrecisionRules, not {rule!r}")
-        if self.default is not None: get_format(self.default)
+        if self.default is not None and not isinstance(self.default, LayerPrecisionRule): get_format(self.default)
 
 # %% ../nbs/07_surgery.ipynb #ebacc44a
 def parse_rules(
@@ -415,6 +416,7 @@ def _decide(names: list[str], module: nn.Module, config: PrecisionConfig, skip: 
     if any(_matches(name, pattern) for name in names for pattern in skip): return {}, "skipped", None
     for rule in config.rules:
         if any(fnmatchcase(name, rule.pattern) for name in names): return rule.points(), f"rule {rule.pattern!r}", rule
+    if isinstance(config.default, LayerPrecisionRule): return config.default.points(), "no rule matches", None
     return {} if config.default is None else {"weight": Precision(config.default)}, "no rule matches", None
 
 # %% ../nbs/07_surgery.ipynb #f199e403
@@ -486,18 +488,33 @@ def _install(model: nn.Module, parameters: dict[int, nn.Parameter]) -> None:
             if id(p) in parameters: module._parameters[name] = parameters[id(p)]
 
 # %% ../nbs/07_surgery.ipynb #b26697c7
-def _refuse_weights(decisions: list[tuple]) -> None:
-    "InputError for a weight that rounding cannot take: complex or integer numbers."
-    for name, module, points, _ in decisions:
-        if points and not module.weight.is_floating_point():
-            raise InputError(f"{name}.weight is {module.weight.dtype}: allowed are float weights; skip that layer")
-
 def _refuse_blocks(decisions: list[tuple]) -> None:
     "InputError for a convolution whose scales would belong to blocks."
     for name, module, points, _ in decisions:
         for kind, p in points.items():
             if isinstance(module, nn.Conv2d) and isinstance(p.granularity, int):
                 raise InputError(f"{name}: the {kind} of a convolution has one scale a tensor or a channel, not blocks of {p.granularity}")
+
+def _globs(skip: Any) -> tuple[str, ...]:
+    "The skip patterns; InputError for what is no text, nor several."
+    found = (skip,) if isinstance(skip, str) or not isinstance(skip, Iterable) else tuple(skip)
+    if skip is None: return ()
+    if not all(isinstance(pattern, str) for pattern in found): raise InputError(f"skip takes globs over the names of layers, not {type(skip).__name__}")
+    return found
+
+def _refuse_model(model: Any) -> None:
+    "InputError for what is no module, or none whose layers can be changed."
+    if not isinstance(model, nn.Module):
+        raise InputError(f"quantize_model takes a torch.nn.Module, not {f'the class {model.__name__}' if isinstance(model, type) else type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule): raise InputError("a model of torch.jit cannot be changed: quantize the model that it was made from")
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.UninitializedParameter): raise InputError(f"{name} has no shape yet: run a batch through the model before it is quantized")
+
+def _refuse_weights(decisions: list[tuple]) -> None:
+    "InputError for a layer that is to round something and whose weight is not of real floating-point numbers."
+    for name, module, points, _ in decisions:
+        if points and not module.weight.is_floating_point():
+            raise InputError(f"{name or 'the model'} has weights of {module.weight.dtype}: only real floating-point numbers are rounded")
 
 def _refuse_tied_gradient(model: nn.Module, decisions: list[tuple]) -> None:
     "InputError for a weight's gradient that is to be rounded and is not of one layer alone."
@@ -517,8 +534,9 @@ def quantize_model(
     seed: int = 0,  # of stochastic rounding
 ) -> QuantizationReport:
     "Makes the model's linear layers and convolutions round what rules say; InputError, and an untouched model, if anything in the request is wrong."
+    _refuse_model(model)
     config = _config_of(format, config)
-    skip = (skip,) if isinstance(skip, str) else tuple(skip or ())
+    skip = _globs(skip)
     layers = _layers(model)
     if any(isinstance(m, Quantized) for m in layers): raise InputError("the model is quantized already")
     decided = [(names, m, *_decide(names, m, config, skip)) for m, names in layers.items()]

@@ -35,7 +35,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .data import ARCHIVE
 from .formats import InputError, html_card, svg_bars, unknown
-from .instrument import VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of, run_arm, run_id
+from .instrument import VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of, row_identity, run_arm, run_id
 from .tracking import git_commit, machine, read_line, versions
 
 # %% ../nbs/14c_sweep.ipynb #0e5558a8
@@ -411,13 +411,35 @@ def _label(arm: Arm) -> str:
     power = f" p={arm.power:g}" + " on the gradient" * (arm.placement == "gradient") if arm.rule == "stiffness_adamw" else ""
     return f"{arm.format} {arm.storage} {arm.rule}{power} lr={arm.lr:g} {arm.checkpoint} seed {arm.seed} {arm.split}"
 
+# %% ../nbs/14c_sweep.ipynb #bc15663c
+def _by_run(rows: Iterable[dict[str, Any]], here: str, accept: tuple[str, ...]) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+    "Rows by the id that the code `here` gives their runs, or by their own where they were made by code that is not accepted; how many those are, by code."
+    found: dict[str, dict[str, Any]] = {}
+    others: dict[str, int] = {}
+    used = set()
+    for row in rows:
+        code = row.get("code") or "none"
+        fits = {a for a in accept if a and code.startswith(a)}
+        used |= fits
+        if not fits and code != here: others[code] = others.get(code, 0) + 1
+        found[run_id({**row_identity(row), "code": here}) if fits else row["run"]] = row
+    for a in accept:
+        if a not in used: raise unknown("code of rows to accept", a, others)
+    return found, others
+
 # %% ../nbs/14c_sweep.ipynb #56eea8ee
 class Sweep:
     "A matrix, a ledger and a bench."
-    def __init__(self, matrix: Matrix, out: Path | str, bench: Bench):
+    def __init__(
+        self,
+        matrix: Matrix,
+        out: Path | str,  # the ledger's folder
+        bench: Bench,
+        accept: Iterable[str] = (),  # codes, or the beginnings of them, whose rows count as this code's; `none`: rows that do not say theirs
+    ):
         self.matrix, self.ledger, self.out = matrix, Ledger(out), Path(out)
-        self.bench = bench.with_task(matrix.task)
-        self.rows, self._ids = {row["run"]: row for row in self.ledger.rows() if not row.get("error")}, dict[Arm, str]()
+        self.bench, self._ids = bench.with_task(matrix.task), dict[Arm, str]()
+        self.rows, self.others = _by_run((row for row in self.ledger.rows() if not row.get("error")), bench.code, tuple(accept))
 
     def run_id(self, arm: Arm) -> str:
         "The arm's identity."
@@ -458,7 +480,9 @@ def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any], pr
     "The rows of one stage, as they come."
     with _progress(f"{sweep.matrix.name} {todo.stage}", len(todo.jobs), progress) as step:
         for job, result in _results(workers, todo.jobs, _work):
-            row = {"run": sweep.run_id(job.arm), **asdict(job.arm), **result, "stage": job.stage, "lr_edge": job.lr_edge, **facts,
+            mine = sweep.run_id(job.arm)
+            if result.get("run", mine) != mine: result = {"error": "the worker has other code, or another text or checkpoint: something changed meanwhile"}
+            row = {"run": mine, **asdict(job.arm), **result, "stage": job.stage, "lr_edge": job.lr_edge, **facts,
                    "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             step(f"{_label(job.arm)}: {row['error'] or round(row['val_loss'], 4)}")
             yield row
@@ -498,7 +522,8 @@ def describe(
     seconds = estimate(sweep, todo.jobs, workers)
     cost = "no run was timed yet" if seconds is None else f"about {_clock(seconds)} with {workers} worker" + "s" * (workers > 1)
     lines.append(f"{m.name}: {len(todo.cells)} arms, {len(sweep.rows)} runs in the ledger; stage {todo.stage}: {len(todo.jobs)} runs, {cost}"
-                 + (f"; then more learning rates where needed, and {later} runs to confirm" if later else ""))
+                 + (f"; then more learning rates where needed, and {later} runs to confirm" if later else "")
+                 + "".join(f"; {number} rows of the code {code} do not count (--accept {code})" for code, number in sweep.others.items()))
     return lines
 
 # %% ../nbs/14c_sweep.ipynb #c5b26e3f

@@ -1,0 +1,368 @@
+"""Wrongs that were silent: each is refused, or says what it is."""
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from altgrad import instrument, replicas, stability, storage, trainer
+from altgrad.cli import main
+from altgrad.formats import InputError
+from altgrad.instrument import Arm, Bench, Task, build_checkpoint, make_rule, run_arm
+from altgrad.optim import GeometryOptimizer
+from altgrad.replicas import kind_of, run_arms
+from altgrad.storage import make_grid_tensor
+from altgrad.sweep import Ledger, Sweep, read_matrix
+from tiny import HEAD, TEXT
+
+TASK = Task(steps=6, batch_size=2, warmup=2, chunks=2, windows=2, every=3)
+MATRIX = HEAD + """\
+  - {format: E4M3, storage: fp32, power: 0.5, lr: 0.01}
+tune: {seeds: [1000], points: 3, most: 3}
+confirm: {seeds: [0]}
+task: {steps: 6, batch_size: 2, warmup: 2, chunks: 2, windows: 2, every: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    "A folder with a text, a cache, a checkpoint and a matrix."
+    folder = tmp_path_factory.mktemp("silent")
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "matrix.yaml").write_text(MATRIX)
+    build_checkpoint(bench(folder), "tiny-0")
+    return folder
+
+
+def bench(folder: Path) -> Bench: return Bench(folder / "checkpoints", {"tiny": f"path:{folder / 'text.txt'}"}, TASK, folder / "cache")
+
+
+def odd(**values) -> Arm:
+    "An arm with values that its own check does not let through, as if a name had been added to a table and forgotten elsewhere."
+    arm = Arm(checkpoint="tiny-0", corpus="tiny")
+    for key, value in values.items(): object.__setattr__(arm, key, value)
+    return arm
+
+
+def test_a_rule_without_a_branch_is_refused_everywhere(monkeypatch, capsys):
+    with pytest.raises(InputError, match="unknown rule 'lion'"): make_rule(odd(rule="lion"), [torch.nn.Parameter(torch.ones(3))], TASK)
+    with pytest.raises(InputError, match="lion"): kind_of(odd(rule="lion"))
+    with pytest.raises(InputError, match="unknown rule 'lion'"): trainer.make_config({"rule": "lion"})
+    assert main(["max-lr", "E4M3", "--rule", "lion", "--out", "nowhere", "--guess", "1"]) == 2 and "lion" in capsys.readouterr().err
+
+
+def test_the_tables_of_rules_agree():
+    assert list(stability.GUESSES) == list(instrument.RULES)
+    assert set(instrument.RULES) <= set(trainer.RULES)
+    for name in instrument.RULES: assert kind_of(Arm(rule=name))[0] in replicas.KINDS
+
+
+def test_a_placement_without_a_branch_is_refused(monkeypatch):
+    from altgrad import optim
+
+    monkeypatch.setattr(optim, "PLACEMENTS", (*optim.PLACEMENTS, "nowhere"))
+    w = torch.nn.Parameter(torch.ones(3))
+    w.grad = torch.ones(3)
+    with pytest.raises(InputError, match="nowhere"): optim.StiffnessAdamW([w], "E4M3", placement="nowhere").step()
+
+
+def test_a_storage_without_a_line_in_the_table_is_refused(here, monkeypatch):
+    for module in (storage, instrument, replicas): monkeypatch.setattr(module, "STORAGES", (*module.STORAGES, "grid_up"))
+    with pytest.raises(InputError, match="grid_up"): make_grid_tensor(torch.ones(3), "E4M3", "grid_up")
+    with pytest.raises(InputError, match="grid_up"): run_arm(odd(storage="grid_up"), bench(here))
+    with pytest.raises(InputError, match="grid_up"): kind_of(odd(storage="grid_up"))
+    monkeypatch.setattr(instrument, "STORAGES", (*instrument.STORAGES, "disk"))  # nor is it trained as if it were fp32
+    with pytest.raises(InputError, match="disk"): run_arm(odd(storage="disk"), bench(here))
+
+
+def changed_package(folder: Path, old: str, new: str) -> dict[str, str]:
+    "The environment of a copy of the package in whose `optim` one text is another."
+    package = Path(instrument.__file__).parent
+    shutil.copytree(package, folder / "altgrad", ignore=shutil.ignore_patterns("__pycache__"))
+    source = (folder / "altgrad/optim.py").read_text(encoding="utf-8")
+    assert source.count(old) == 1
+    (folder / "altgrad/optim.py").write_text(source.replace(old, new), encoding="utf-8")
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def swept(here) -> Sweep:
+    assert (sweep := Sweep(read_matrix(MATRIX), here / "ledger", bench(here))).run(1, progress=False) == 0
+    return sweep
+
+
+def dry_run(here: Path, env: dict[str, str]) -> str:
+    "What the next sweep of the ledger would do."
+    command = [sys.executable, "-c", "from altgrad.cli import main; raise SystemExit(main())", "sweep", str(here / "matrix.yaml"), "--dry-run",
+               "--out", str(here / "ledger"), "--corpus", f"tiny=path:{here / 'text.txt'}", "--checkpoints", str(here / "checkpoints")]
+    env = {**env, "ALTGRAD_CACHE": str(here / "cache")}
+    done = subprocess.run(command, cwd=env["PYTHONPATH"], env=env, capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr
+
+
+ARITHMETIC = "m.lerp_(g, rest1)", "m.lerp_(g, 0.9 * rest1)", "stage tune: 3 runs"
+WORDS = '"Adam\'s step for the gradient `g`; updates the moments."', '"Another sentence."  # and a comment', "stage done: 0 runs"
+
+
+@pytest.mark.parametrize("old, new, runs", [ARITHMETIC, WORDS], ids=["a rule's arithmetic", "a rule's words"])
+def test_changed_code_is_another_run(here, swept, tmp_path, old, new, runs):
+    env = changed_package(tmp_path, old, new)
+    said = dry_run(here, env)
+    assert runs in said and ("4 rows of the code" in said) == ("3 runs" in runs), said
+
+
+def test_rows_carry_the_code_and_old_ones_count_only_when_told(here, swept, tmp_path):
+    rows = swept.ledger.rows()
+    assert {row["code"] for row in rows} == {swept.bench.code} and all(instrument.run_id(instrument.row_identity(row)) == row["run"] for row in rows)
+    old = [{key: v for key, v in row.items() if key != "code"} for row in rows]  # as they were before
+    for row in old: row["run"] = instrument.run_id(instrument.row_identity(row))
+    with Ledger(tmp_path).writing() as append:
+        for row in old: append(row)
+    before = Sweep(read_matrix(MATRIX), tmp_path, bench(here))
+    assert before.plan().stage == "tune" and before.others == {"none": 4}
+    assert Sweep(read_matrix(MATRIX), tmp_path, bench(here), ["none"]).plan().stage == "done"
+    with pytest.raises(InputError, match="unknown code"): Sweep(read_matrix(MATRIX), tmp_path, bench(here), ["0000"])
+
+
+def test_both_engines_give_a_run_the_same_name(here):
+    arm = Arm(checkpoint="tiny-0", corpus="tiny", power=0.5)
+    alone, stacked = run_arm(arm, bench(here)), run_arms([arm], bench(here))[0]
+    assert alone["run"] == stacked["run"] and alone["code"] == stacked["code"]
+
+
+def test_every_module_that_a_run_calls_is_part_of_its_identity(here):
+    package, called = str(Path(instrument.__file__).parent) + os.sep, set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package): called.add(Path(frame.f_code.co_filename).stem)
+
+    ready = bench(here)
+    ready.corpus("tiny")  # a text's tokens have a hash of their own
+    arms = [Arm(checkpoint="tiny-0", corpus="tiny", storage=s, lr=0.01) for s in instrument.STORAGES]
+    arms += [Arm(checkpoint="tiny-0", corpus="tiny", rule=r, lr=0.01) for r in instrument.RULES]
+    sys.setprofile(note)
+    try:
+        for arm in arms: run_arm(arm, ready)
+        run_arms([replace(arm, seed=1) for arm in arms if arm.storage in replicas.STORAGES], ready)
+    finally: sys.setprofile(None)
+    assert {"optim", "quantize", "replicas", "surgery"} < called <= set(instrument.MODULES)
+
+
+class Lost(GeometryOptimizer):
+    "A rule whose every proposal, or every second weight of it, is not finite."
+    def __init__(self, params, fmt, every=1):
+        super().__init__(params, dict(fmt=fmt, lr=1.0, skip_nonfinite=False))
+        self.every = every
+
+    def moments(self, group): return ()
+    def move(self, job, group, state): job.w[:: self.every] = torch.nan
+
+
+def small(here: Path, **values):
+    "A run of a few steps on the text."
+    settings = dict(name="run", data=f"path:{here / 'text.txt'}", format="E4M3", max_steps=4, batch_size=2, block_size=16, eval_every=2, eval_windows=2,
+                    warmup_steps=0, device="cpu", compute_dtype="float32")
+    return trainer.make_config({**settings, **values})
+
+
+@pytest.mark.parametrize("every, steps, ends, skipped, in_part", [
+    (1, 4, "finished, with 4 updates skipped", 4, 0),
+    (2, 4, "finished, with 4 updates not finite in part", 0, 4),
+    (1, 30, "stopped at step 10: the new weights not finite", 10, 0)])
+def test_updates_that_a_grid_cannot_hold_are_told(here, tmp_path, monkeypatch, every, steps, ends, skipped, in_part):
+    monkeypatch.setitem(trainer.RULES, "lost", lambda p, c, lr, decay: Lost(p, c.format, every))
+    monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
+    run = trainer.Trainer(small(here, rule="lost", storage="grid_nearest", max_steps=steps), tmp_path)
+    record = run.run(progress=False)
+    assert record["exit_reason"].startswith(ends) and record["results"]["skipped_updates"] == skipped
+    assert record["results"]["nonfinite_updates"] == in_part
+    weights = sum(g.numel() for g in storage.grid_weights(run.model).values())
+    assert {row["nonfinite_weights"] for row in run.folder.metrics()} == {weights // every}
+
+
+@pytest.mark.parametrize("values, words", [
+    (dict(placement="nowhere"), "unknown placement"), (dict(placement="gradient"), "placement"), (dict(power=0.5), "power=0.5"),
+    (dict(rule="madam", damping=0.1), "damping"), (dict(rule="riemannian_adamw", power=2.0), "power"),
+    (dict(rule="stiffness_sgd", placement="gradient"), "placement"), (dict(floor_octaves=3), "floor_octaves"),
+    (dict(rule="muon", rule_lr=1e300), "rule_lr"), (dict(rule="stiffness_adamw", damping=1e300), "damping"), (dict(lr=1e39), "lr"), (dict(lr=10**400), "lr"),
+    (dict(batch_size=1e23), "batch_size"), (dict(batch_size=2**62), "batch_size"), (dict(batch_size=10**400), "batch_size"), (dict(batch_size=2**30), "tokens"),
+    (dict(batch_size="9" * 5000), "batch_size"), (dict(eval_windows=2**62), "eval_windows")])
+def test_settings_that_nothing_reads_or_holds_are_refused(here, values, words):
+    with pytest.raises(InputError, match=words) as e: small(here, **values)
+    assert len(str(e.value)) <= 300 and "\n" not in str(e.value)
+
+
+def test_settings_that_the_rule_reads_are_taken(here):
+    small(here, rule="stiffness_adamw", power=-0.5, placement="gradient", damping=0.5, floor_octaves=4)
+    small(here, rule="stiffness_sgd", power=0.5, damping=0.5)
+    small(here, rule="grid_sgd", floor_octaves=4)
+    small(here, storage="fp32", rule="riemannian_adamw", floor_octaves=4)
+
+
+def test_metrics_hold_the_rate_of_the_rule(here, tmp_path, monkeypatch):
+    from altgrad.monitors import METRICS
+
+    monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
+    run = trainer.Trainer(small(here, rule="riemannian_adamw", rule_lr=0.5, lr=1e-3, warmup_steps=2), tmp_path)
+    run.run(progress=False)
+    for row in run.folder.metrics():
+        assert row["rule_lr"] == pytest.approx(0.5 * row["lr"] / 1e-3, rel=1e-12)
+    assert {"lr", "rule_lr", "nonfinite_weights"} <= {metric.name for section in METRICS for metric in section.metrics}
+
+
+def page_of(folder: Path, capsys, monkeypatch) -> str:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["watch", str(folder), "--once"]) == 0
+    return capsys.readouterr().out
+
+
+def test_watch_of_a_ledger_averages_over_nothing_that_differs(tmp_path, capsys, monkeypatch):
+    def row(i, **values):
+        return {"run": f"{i:04x}", "stage": "confirm", "matrix": "m", "format": "E4M3", "storage": "fp32", "seed": i, "seconds": 1.0, **values}
+
+    bent = dict(rule="stiffness_adamw", lr=0.01)
+    arms = [dict(rule="madam", lr=0.5, val_loss=9.0), dict(rule="adamw", lr=0.01, val_loss=3.0), dict(rule="adamw", lr=0.02, val_loss=7.0),
+            dict(**bent, power=0.5, placement="update", val_loss=2.0), dict(**bent, power=-1.0, placement="update", val_loss=4.0),
+            dict(**bent, power=-1.0, placement="gradient", val_loss=6.0)]
+    with Ledger(tmp_path).writing() as append:
+        for i, values in enumerate(arms + arms): append(row(i, **values))
+    said = page_of(tmp_path, capsys, monkeypatch)
+    for line in ("madam 2 0.5 9.0000 9.0000", "stiffness_adamw +0.5 2 0.01 2.0000 2.0000", "stiffness_adamw -1 2 0.01 4.0000 4.0000",
+                 "stiffness_adamw -1 gradient 2 0.01 6.0000 6.0000", "adamw 4 0.01 3.0000 3.0000"):
+        assert any(f"fp32 E4M3 {line}" in " ".join(found.split()) for found in said.splitlines()), (line, said)
+
+
+def test_watch_of_a_run_shows_the_rate_of_the_rule(here, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
+    trainer.Trainer(small(here, rule="riemannian_adamw", rule_lr=0.5, lr=1e-3, max_steps=2, min_lr_ratio=1.0), tmp_path).run(progress=False)
+    said = page_of(tmp_path / "run", capsys, monkeypatch)
+    assert "1.00e-03" in said and "5.00e-01" in said
+
+
+def test_the_whole_shadow_is_of_the_rounded_layers():
+    from altgrad.model import GPT, GPTConfig, loss_of
+    from altgrad.monitors import Parcel
+    from altgrad.shadow import Shadow, shadow_gradients, shadow_metrics
+    from altgrad.surgery import quantize_model
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8))
+    quantize_model(model, "E2M1")
+    x = torch.randint(256, (4, 9))
+    batch, shadow, parcel = [(x[:, :-1], x[:, 1:])], Shadow(model), Parcel()
+    shadow.begin(1)
+    loss_of(model, *batch[0]).backward()
+    shadow.measure(batch, parcel)
+    said, exact = shadow_metrics(parcel.unpack()), shadow_gradients(model, batch, shadow.states)
+    g, h = (torch.cat([t.double().flatten() for t in ts]) for ts in zip(*[(model.get_submodule(n).weight.grad, exact[n]) for n in exact if n != "lm_head"]))
+    assert said["shadow/all/cosine"] == pytest.approx(float(g @ h / g.norm() / h.norm()), abs=1e-6) and "shadow/lm_head/cosine" in said
+
+
+def stored_run(folder: Path, config: str, bad: bool) -> Path:
+    "A made-up run whose updates stall, and whose loss rises or not."
+    from altgrad.tracking import MetricsLog, RunFolder
+
+    run = RunFolder(folder)
+    run.create(f"name: {folder.name}\nformat: E4M3\nmax_steps: 140\n{config}")
+    with MetricsLog(run) as log:
+        for s in range(1, 141): log.append({"step": s, "loss": 1 + 4 * 0.95**s + 0.1 * bad * max(0, s - 60), "updates/fc/bit_stall_rate": 0.9})
+    return folder
+
+
+def test_autopsy_advises_no_healthy_run_and_nothing_that_is_set(tmp_path):
+    from altgrad.autopsy import autopsy
+
+    well = str(autopsy(stored_run(tmp_path / "well", "storage: grid_nearest\n", bad=False)))
+    assert "shows no illness" in well and "try:" not in well
+    ill = str(autopsy(stored_run(tmp_path / "ill", "storage: grid_stochastic\nrule: stiffness_adamw\n", bad=True)))
+    tried = ill.partition("try:")[2]
+    assert "storage=master" in tried and "grid_stochastic" not in tried
+    assert "riemannian" not in str(autopsy(stored_run(tmp_path / "ulps", "storage: grid_nearest\nrule: riemannian_adamw\n", bad=True))).partition("try:")[2]
+
+
+def grid_model(name: str, seed: int = 0) -> torch.nn.Module:
+    from altgrad.surgery import quantize_model
+
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
+    quantize_model(model, "E4M3")
+    storage.store_on_grid(model, name, seed=3)
+    return model
+
+
+def test_state_of_a_model_on_a_grid_is_read_with_weights_only(tmp_path):
+    for name in storage.STORAGES[1:]:
+        model = grid_model(name)
+        with torch.no_grad(): model[0].weight.mul_(3.1)  # the scale grows, and there are writes
+        torch.save(model.state_dict(), tmp_path / f"{name}.pt")
+        torch.save({f"{key}.{part}": t for key, grid in storage.grid_weights(model).items() for part, t in grid.parts().items()}, tmp_path / f"{name}.parts.pt")
+    code = """
+import sys, torch
+import altgrad.storage
+for name in altgrad.storage.STORAGES[1:]:
+    state, parts = (torch.load(f"{sys.argv[1]}/{name}.{end}", weights_only=True) for end in ("pt", "parts.pt"))
+    grids = {key: grid for key, grid in state.items() if isinstance(grid, altgrad.storage.GridTensor)}
+    assert len(grids) == 2 and all(torch.equal(t, parts[f"{key}.{part}"]) for key, grid in grids.items() for part, t in grid.parts().items()), name
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+@pytest.mark.parametrize("name", storage.STORAGES[1:])
+def test_a_loaded_model_on_a_grid_goes_on_bit_for_bit(name, tmp_path):
+    model, twin = grid_model(name), grid_model(name, seed=1)
+    with torch.no_grad():
+        for _ in range(3): model[0].weight.mul_(3.1).add_(0.01)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        twin.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+        for _ in range(2):
+            for one, other in zip(storage.grid_weights(model).values(), storage.grid_weights(twin).values()):
+                assert all(torch.equal(t, other.parts()[part]) for part, t in one.parts().items()), name
+            for m in (model, twin): m[0].weight.add_(0.013)
+
+
+@pytest.mark.parametrize("rules, formats", [("*.proj: ; *.attn.qkv: weight=E5M2; *.mlp.fc: weight=E3M4", {"qkv": "E5M2", "fc": "E3M4"}),
+                                            ("*: weight=E5M2", {"qkv": "E5M2", "fc": "E5M2", "proj": "E5M2"}),
+                                            ("*.qkv: weight=E5M2", {"qkv": "E5M2", "fc": "E4M3", "proj": "E4M3"})])
+def test_rules_may_cover_every_layer(here, rules, formats):
+    model = trainer.make_model(small(here, rules=rules), 256, torch.device("cpu"))
+    from altgrad.surgery import quantized_layers
+
+    assert {name.rpartition(".")[2]: m.weight_format.name for name, m in quantized_layers(model)} == formats
+
+
+def test_a_rule_that_someone_wrote_must_decide_something(here):
+    with pytest.raises(InputError, match="'blocks.0.mlp.fc' decides no layer"):
+        trainer.make_model(small(here, rules="*: weight=E5M2; blocks.0.mlp.fc: weight=E4M3"), 256, torch.device("cpu"))
+
+
+LAYERS = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+WHOLE = torch.nn.Linear(8, 8)
+WHOLE.weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
+COMPLEX = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("model, format, how, words", [
+    (torch.nn.Sequential(torch.nn.LazyLinear(4)), "E4M3", {}, "no shape yet"), (None, "E4M3", {}, "not NoneType"), ("model", "E4M3", {}, "not str"),
+    (torch.nn.Linear, "E4M3", {}, "the class Linear"), (LAYERS, "float8_e8m0fnu", {}, "no sign"), (LAYERS, "E4M3", {"skip": 3}, "skip takes globs"),
+    (LAYERS, "E4M3", {"skip": [3]}, "skip takes globs"), (WHOLE, "E4M3", {}, "torch.int8"), (COMPLEX, "E4M3", {}, "torch.complex64"),
+    (torch.jit.trace(torch.nn.Linear(8, 2), torch.ones(1, 8)), "E4M3", {}, "torch.jit")])
+def test_what_is_no_model_to_quantize_is_refused(model, format, how, words):
+    from altgrad.surgery import quantize_model
+
+    with pytest.raises(InputError, match=words) as e: quantize_model(model, format, **how)
+    assert len(str(e.value)) <= 300 and "\n" not in str(e.value)
+    assert not isinstance(model, torch.nn.Module) or not any(hasattr(m, "points") for m in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_model_is_not_traced():
+    from altgrad.surgery import quantize_model
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    quantize_model(model, "E4M3")
+    with pytest.raises(InputError, match="torch.compile or torch.export"): torch.jit.trace(model, torch.ones(2, 8))
