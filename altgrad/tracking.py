@@ -28,6 +28,7 @@ import torch
 import yaml
 
 from .checkpoint import Checkpoints, WriteError, make_folder, remove_leftovers, write_atomic
+from .files import LARGEST_RECORD, is_number, parse_json, read_small, read_yaml
 from .formats import COLORS, InputError, html_card, svg_bars, unknown
 
 # %% ../nbs/12_tracking.ipynb #e792fdad
@@ -237,7 +238,7 @@ class RunFolder(_Locked):
 # %% ../nbs/12_tracking.ipynb #e92034a2
 def read_line(line: bytes | str) -> dict[str, Any] | None:
     "A row of a JSON-lines file; None for a line that is damaged."
-    try: row = json.loads(line)
+    try: row = parse_json(line)
     except ValueError: return None
     return row if isinstance(row, dict) else None
 
@@ -247,8 +248,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"): return
-            try: yield json.loads(line)
-            except ValueError: raise InputError(f"{path} is damaged in line {number}; remove the folder") from None
+            if (row := read_line(line)) is None: raise InputError(f"{path} is damaged in line {number}; remove the folder")
+            yield row
 
 # %% ../nbs/12_tracking.ipynb #2d7b2ad6
 def _line_ends(path: Path) -> list[int]:

@@ -27,6 +27,7 @@ from torch import nn
 
 from .checkpoint import MAX_ANOMALIES, pack_state, seed_everything, unpack_state
 from .data import Corpus, LabelledCorpus, load_corpus, load_labelled
+from .files import read_yaml
 from .formats import InputError, get_format, unknown
 from .model import GPT, Classifier, label_scores, loss_from, loss_of, preset
 from .monitors import Monitors, SeriesLog, WeightMonitor, bit_histogram, compiles, memory_bytes
@@ -204,25 +205,12 @@ def make_config(
         if key not in _ANNOTATIONS: raise unknown("config key", key, _ANNOTATIONS, cutoff=0)
     return replace(base, **{key: _coerce(key, value) for key, value in values.items()})
 
-class _UniqueKeys(yaml.SafeLoader):
-    "YAML in which a key may stand once: PyYAML takes the last of two, silently."
-    def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1: raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
 def load_config(
     path: Path | str,  # a YAML file
 ) -> TrainConfig:
     "A config from YAML; the run is named after the file unless the file says otherwise. InputError in one line for every fault."
     path = Path(path)
-    try: values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
-    except OSError as e: raise InputError(f"cannot read {path}: {e.strerror}") from None
-    except UnicodeDecodeError: raise InputError(f"{path} is not UTF-8 text") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        mark = getattr(e, "problem_mark", None)
-        raise InputError(f"{path} is not valid YAML{f' (line {mark.line + 1})' if mark else ''}: {getattr(e, 'problem', e)}") from None
+    values = read_yaml(path)
     if not isinstance(values, (dict, type(None))): raise InputError(f"{path} must hold 'key: value' lines, not a {type(values).__name__}")
     return make_config({"name": path.stem, **(values or {})})
 
