@@ -74,7 +74,7 @@ def _list(value: Any) -> list:
     if not values or any(isinstance(v, list) for v in values): raise InputError(f"a list in a matrix holds values, not {value!r}")
     return values
 
-def _text(value: Any, what: str) -> str:
+def _printable(value: Any, what: str) -> str:
     "Printable text; InputError otherwise."
     if isinstance(value, str) and value and value.isprintable(): return value
     raise InputError(f"{what} must be text in one line, not {value!r}")
@@ -124,7 +124,7 @@ def read_matrix(
     "A matrix; InputError that names what is wrong with it. Everything is checked here, so that what a dry run lists can be run."
     given = _part(parse_yaml(text, "the matrix"), "", ("name", "tier", "corpus", "checkpoints", "arms", "tune", "confirm"))
     tune, confirm = _part(given["tune"], "tune", ("seeds",)), _part(given["confirm"], "confirm", ("seeds",))
-    checkpoints, entries = tuple(_text(name, "a checkpoint") for name in _list(given["checkpoints"])), _list(given["arms"])
+    checkpoints, entries = tuple(_printable(name, "a checkpoint") for name in _list(given["checkpoints"])), _list(given["arms"])
     for name in checkpoints: recipe_of(name)
     if len(set(checkpoints)) < len(checkpoints): raise InputError("the matrix has one checkpoint twice")
     seeds = _whole(tune["seeds"], "tune seeds"), _whole(confirm["seeds"], "confirm seeds")
@@ -134,9 +134,9 @@ def read_matrix(
     if points % 2 == 0 or not points <= most <= MOST_RATES:
         raise InputError(f"points must be odd and at most `most`, and that at most {MOST_RATES}, not {points} and {most}")
     _check_size(entries, points, len(seeds[0]))
-    cells = [cell for entry in entries for cell in _cells(entry, _text(given["corpus"], "corpus"), checkpoints[0])]
+    cells = [cell for entry in entries for cell in _cells(entry, _printable(given["corpus"], "corpus"), checkpoints[0])]
     if not cells or len({arm for arm, _ in cells}) < len(cells): raise InputError("the matrix has no arm, or one arm twice")
-    return Matrix(_text(given["name"], "name"), _whole(given["tier"], "tier")[0], tuple(cells), checkpoints, *seeds, points, most,
+    return Matrix(_printable(given["name"], "name"), _whole(given["tier"], "tier")[0], tuple(cells), checkpoints, *seeds, points, most,
                   *_powers(given.get("extend_power", {})), Task(**_part(given.get("task", {}), "task")))
 
 # %% ../nbs/14c_sweep.ipynb #38eddc1a

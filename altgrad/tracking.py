@@ -22,10 +22,9 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Iterator
 
 import torch
-import yaml
 
 from .checkpoint import Checkpoints, WriteError, make_folder, remove_leftovers, write_atomic
 from .files import LARGEST_RECORD, is_number, parse_json, read_small, read_yaml
@@ -77,11 +76,20 @@ def git_commit() -> str | None:
     except OSError: return None
 
 # %% ../nbs/12_tracking.ipynb #115104a8
-def _read(path: Path, parse: Callable[[str], Any]) -> Any:
-    "A file's content, parsed; InputError in one line if it is damaged."
-    try: return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as e:
-        raise InputError(f"{path} is damaged ({type(e).__name__}); remove it, or the folder") from None
+_RESULTS = ("val_loss", "skipped_updates", "tokens_per_s", "wall_clock_s", "overflow_rate", "underflow_rate", "bit_stall_rate")
+
+def _read_record(path: Path) -> dict[str, Any]:
+    "The content of a run.json; InputError in one line if it is damaged."
+    try: record = parse_json(read_small(path, LARGEST_RECORD))
+    except ValueError: record = None
+    if not isinstance(record, dict): raise InputError(f"{path} is damaged: remove it, or the folder")
+    for key, kind in {"exit_reason": str, "corpus": dict, "results": dict, "compute_dtype": str, "compile": str, "bit_histogram": list, "steps": int}.items():
+        if key in record and type(record[key]) is not kind: raise InputError(f"{path} is damaged: {key} is not a {kind.__name__}; remove it, or the folder")
+    results = record.get("results", {})
+    if any(results.get(key) is not None and not is_number(results[key]) for key in _RESULTS): raise InputError(f"{path} is damaged: results hold no numbers")
+    over = record.get("exit_reason", "").startswith(("finished", "stopped"))
+    if over and not results.keys() >= {"val_loss", "skipped_updates"}: raise InputError(f"{path} is damaged: it says finished, and has no results; remove it")
+    return record
 
 # %% ../nbs/12_tracking.ipynb #4f2e0c62
 class StoredRun:
@@ -95,7 +103,8 @@ class StoredRun:
     def stored_config(self) -> dict | None:
         "The config of the run that is here, or None; InputError if the folder holds something else."
         if self.config_file.is_file():
-            config = _read(self.config_file, yaml.safe_load)
+            try: config = read_yaml(self.config_file)
+            except InputError as e: raise InputError(f"{e}; remove it, or the folder") from None
             if not isinstance(config, dict): raise InputError(f"{self.config_file} is damaged; choose another --out or name, or remove that folder")
             return config
         if self.path.is_dir() and not all(p.name == "lock" or p.name.startswith(".config.yaml.") for p in self.path.iterdir()):
@@ -104,9 +113,7 @@ class StoredRun:
 
     def record(self) -> dict[str, Any]:
         "The content of run.json; empty if there is none."
-        record = _read(self.record_file, json.loads) if self.record_file.is_file() else {}
-        if not isinstance(record, dict): raise InputError(f"{self.record_file} is damaged: remove it, or the folder")
-        return record
+        return _read_record(self.record_file) if self.record_file.is_file() else {}
 
     def metrics(self) -> list[dict[str, Any]]:
         "All complete lines of metrics.jsonl, as dicts; also while the run goes on."

@@ -8,7 +8,6 @@ __all__ = ['RULES', 'MAX_NONFINITE', 'ANOMALIES', 'TrainConfig', 'make_config', 
            'is_finished', 'Watch', 'evaluate']
 
 # %% ../nbs/13_trainer.ipynb #9db11c3c
-import io
 import math
 import os
 import statistics
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from .checkpoint import MAX_ANOMALIES, pack_state, seed_everything, unpack_state
+from .checkpoint import MAX_ANOMALIES, load_tensors, pack_state, seed_everything, unpack_state
 from .data import Corpus, LabelledCorpus, load_corpus, load_labelled
 from .files import read_yaml
 from .formats import InputError, get_format, unknown
@@ -393,8 +392,12 @@ def _finish(trainer: Trainer, start: int, reason: str) -> dict[str, Any]:
     return trainer.folder.record()
 
 def _finished(trainer: Trainer) -> dict[str, Any] | None:
-    "The record of this very run, if it is finished already; InputError if the folder is not for it."
-    return record if trainer.folder.check(asdict(trainer.config)) and is_finished(record := trainer.folder.record()) else None
+    "The record of this very run, if it is finished already and all that was logged is there; InputError if the folder is not for it."
+    if not trainer.folder.check(asdict(trainer.config)) or not is_finished(record := trainer.folder.record()): return None
+    series, steps = trainer.watch.series, trainer.folder.whole_steps()
+    if steps < record.get("steps", 0): print(f"{trainer.folder.metrics_file} is whole to step {steps} only: going on from there", file=sys.stderr, flush=True)
+    elif not series or series.listed is None or series.whole_steps() == math.inf: return record
+    return None
 
 def _gave_up(trainer: Trainer, e: BaseException) -> None:
     "Says in the record why the run ended before its time."
@@ -455,7 +458,7 @@ class _Kept:
 
     def restore_formats(self, checkpoint: bytes) -> None:
         "Gives the model the formats that interventions had given it when the checkpoint was made; before it is loaded."
-        try: state = torch.load(io.BytesIO(checkpoint), map_location=self.device, weights_only=True)["extra"]["watch"]
+        try: state = load_tensors(checkpoint, self.device)["extra"]["watch"]
         except Exception: return  # loading it will say what is wrong
         self.interventions.load_state_dict(state["interventions"])
 
@@ -674,24 +677,34 @@ def _build(trainer: Trainer) -> None:
 # %% ../nbs/13_trainer.ipynb #73571d67
 def _start(trainer: Trainer) -> int:
     "Makes the folder, or takes up the checkpoint in it and drops what was written after it; the number of updates already made."
-    start, extra, (again, found) = 0, {}, first(_found, trainer)
+    start, (again, found) = 0, first(_found, trainer)
     if trainer.finished_steps or again: _build(trainer)
     seed_everything(trainer.config.seed)
     if found:
         if trainer.config.interventions: trainer.watch.restore_formats(found[1])
         start, extra = unpack_state(found[1], found[0]["file"], trainer.model, trainer.optimizers)
-        trainer.seconds, trainer.skipped = extra["seconds"], extra["skipped"]
-        trainer.watch.load_state_dict(extra.get("watch"))
+        _take_up(trainer, found[0], start, extra)
     first(_rewind, trainer, start)
     trainer.watch.go_on(start)
     if rank() == 0: _write_record(trainer, "running")
     return start
 
+def _take_up(trainer: Trainer, entry: dict[str, Any], start: int, extra: dict[str, Any]) -> None:
+    "Takes over what a checkpoint says of the run; InputError where that is not this run's."
+    try:
+        if start != entry["step"]: raise ValueError(f"it is of step {start}")
+        trainer.seconds, trainer.skipped = float(extra["seconds"]), int(extra["skipped"])
+        trainer.watch.load_state_dict(extra.get("watch"))
+    except KeyError as e: raise InputError(f"checkpoint {entry['file']} cannot be used: it has no {e}") from None
+    except Exception as e: raise InputError(f"checkpoint {entry['file']} cannot be used: {first_line(e)}") from None
+
 def _found(trainer: Trainer) -> tuple[bool, tuple[dict[str, Any], bytes] | None]:
     "Makes the folder; whether there were checkpoints in it, and the newest one that can be used."
     trainer.folder.create(trainer.config.to_yaml())
-    checkpoints = trainer.folder.checkpoints
-    return bool(checkpoints.entries()), checkpoints.newest(trainer.folder.whole_steps())
+    checkpoints, series = trainer.folder.checkpoints, trainer.watch.series
+    whole: float = trainer.folder.whole_steps()
+    if series and checkpoints.entries(): whole = min(whole, series.whole_steps())
+    return bool(checkpoints.entries()), checkpoints.newest(whole)
 
 def _rewind(trainer: Trainer, start: int) -> None:
     "Drops what was written after a step."
