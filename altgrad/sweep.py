@@ -34,8 +34,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .files import is_number, parse_json, parse_yaml
 from .formats import InputError, html_card, one_line, svg_bars, unknown
-from .instrument import VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of, run_arm, run_id
-from .tracking import git_commit, machine, read_line, versions
+from .instrument import SPLITS, VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of, run_arm, run_id, validation_pieces
+from .tracking import check_place, git_commit, machine, read_line, versions
 
 # %% ../nbs/14c_sweep.ipynb #0e5558a8
 AXES = ("format", "storage", "rule", "placement", "power", "floor_octaves")
@@ -466,8 +466,21 @@ class Sweep:
     def plan(self) -> Plan: return plan(self.matrix, self.loss)
     def _repr_html_(self) -> str: return _sweep_html(self)
 
+    def check(self) -> None:
+        "InputError for what would end the sweep later: a folder that cannot be written, a text that is missing or too short, a damaged checkpoint."
+        check_place(self.out)
+        check_place(self.bench.folder, "choose another --checkpoints")
+        if self.ledger.path.exists() and not self.ledger.path.is_file(): raise InputError(f"{self.ledger.path} is not a file")
+        for name in self.matrix.checkpoints:
+            if os.path.lexists(self.bench.file(name)): self.bench.state(name)
+            else: self.bench.corpus(recipe_of(name)[0].corpus)
+        block_size = recipe_of(self.matrix.checkpoints[0])[0].block_size
+        for label in {arm.corpus for arm, _ in self.matrix.cells}:
+            for split in SPLITS: validation_pieces(self.bench.corpus(label).val, split, block_size, self.matrix.task)
+
     def build(self) -> None:
-        "Pretrains the checkpoints that are not there."
+        "Pretrains the checkpoints that are not there; nothing is done before `check`."
+        self.check()
         for name in self.matrix.checkpoints:
             if self.bench.file(name).is_file(): continue
             print(f"building checkpoint {name}", file=sys.stderr, flush=True)
