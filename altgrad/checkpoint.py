@@ -106,8 +106,8 @@ def _check_formats(model: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
     here = _formats(model)
     for name in here.keys() | saved.keys():
         if name not in here or name not in saved: raise ValueError(f"{name} is quantized {'here' if name in here else 'there'} only")
-        there = FP8Format(**saved[name])
-        if there != FP8Format(**here[name]): raise ValueError(f"{name} was saved as {there}, and is {FP8Format(**here[name])} here")
+        there, ours = FP8Format(**saved[name]), FP8Format(**here[name])
+        if there != ours: raise ValueError(f"{name} was saved as {there.name} ({there.spec}), and is {ours.name} ({ours.spec}) here")
 
 # %% ../nbs/11_checkpoint.ipynb #57f8ff24
 def pack_state(

@@ -87,8 +87,6 @@ def _read_record(path: Path) -> dict[str, Any]:
         if key in record and type(record[key]) is not kind: raise InputError(f"{path} is damaged: {key} is not a {kind.__name__}; remove it, or the folder")
     results = record.get("results", {})
     if any(results.get(key) is not None and not is_number(results[key]) for key in _RESULTS): raise InputError(f"{path} is damaged: results hold no numbers")
-    over = record.get("exit_reason", "").startswith(("finished", "stopped"))
-    if over and not results.keys() >= {"val_loss", "skipped_updates"}: raise InputError(f"{path} is damaged: it says finished, and has no results; remove it")
     return record
 
 # %% ../nbs/12_tracking.ipynb #4f2e0c62
@@ -259,9 +257,9 @@ def read_line(line: bytes | str) -> dict[str, Any] | None:
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     "The complete lines of a JSON-lines file; a last line that is still being written is left out."
     if not path.is_file(): return
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith("\n"): return
+            if not line.endswith(b"\n"): return
             if (row := read_line(line)) is None: raise InputError(f"{path} is damaged in line {number}; remove the folder")
             yield row
 

@@ -415,11 +415,11 @@ def _blemish(results: dict[str, Any]) -> str:
 
 def succeeded(record: dict[str, Any]) -> bool:
     "Whether a run made all its steps and has a validation loss."
-    return record.get("exit_reason", "").startswith("finished") and record["results"]["val_loss"] is not None
+    return record.get("exit_reason", "").startswith("finished") and record.get("results", {}).get("val_loss") is not None
 
 def is_finished(record: dict[str, Any]) -> bool:
-    "Whether a run made all its steps, or stopped for a reason that would stop it again."
-    return record.get("exit_reason", "").startswith(("finished", "stopped"))
+    "Whether a run made all its steps, or stopped for a reason that would stop it again, and has its results."
+    return record.get("exit_reason", "").startswith(("finished", "stopped")) and "val_loss" in record.get("results", {})
 
 # %% ../nbs/13_trainer.ipynb #93f27113
 class _Kept:
