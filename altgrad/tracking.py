@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterator
@@ -135,7 +136,7 @@ def check_place(
         place = next(p for p in (path, *path.absolute().parents) if p.exists() or p.is_symlink())
         if not place.exists(): raise OSError(0, "it is a link to nothing")
         new = path.absolute().relative_to(place.absolute()).parts
-        if max((len(part.encode()) for part in new), default=0) > os.pathconf(place, "PC_NAME_MAX"): raise OSError(0, "name too long")
+        if max((len(os.fsencode(part)) for part in new), default=0) > os.pathconf(place, "PC_NAME_MAX"): raise OSError(0, "name too long")
         with tempfile.TemporaryFile(dir=place): pass
     except OSError as e: raise InputError(f"cannot write to {_shorten(path)}: {e.strerror}; {hint}") from None
 
@@ -388,11 +389,13 @@ def _wandb_pieces(data: bytes) -> Iterator[bytes]:
     record, at = b"", 7
     while at + 7 <= len(data):
         rest = 32768 - at % 32768
-        _, length, kind = struct.unpack_from("<IHB", data, at)
+        crc, length, kind = struct.unpack_from("<IHB", data, at)
         if rest < 7 or kind == 0:
             at += rest
             continue
-        record += data[at + 7 : at + 7 + length]
+        piece = data[at + 7 : at + 7 + length]
+        if zlib.crc32(piece, zlib.crc32(bytes([kind]))) != crc: return  # cut off, or damaged
+        record += piece
         at += 7 + length
         if kind in (1, 4) and at <= len(data):
             yield record

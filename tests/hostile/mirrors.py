@@ -10,7 +10,7 @@ from .core import Case, Place, either, refused, refused_command, settings, told
 
 
 def _made(place: Place) -> bytes:
-    "A file of W&B's format with six rows, written by W&B's own writer where it can be had, else by this reader's description of it."
+    "A file of W&B's format with six rows, written by the description of it: LevelDB's log, with a CRC-32 of each record's kind and content."
     import struct
     import zlib
 
@@ -26,7 +26,7 @@ def _made(place: Place) -> bytes:
     out = b":W&B" + struct.pack("<HB", 0xBEE1, 0)
     for record in records:
         data = record.SerializeToString()
-        out += struct.pack("<IHB", zlib.crc32(data), len(data), 1) + data
+        out += struct.pack("<IHB", zlib.crc32(data, zlib.crc32(b"\1")), len(data), 1) + data
     return out
 
 

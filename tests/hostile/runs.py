@@ -11,9 +11,8 @@ from typing import Any, Callable, Iterator
 from .core import LONGEST, Case, Place, refused_command, settings, told, works
 
 TIMES = ("tokens_per_s", "wall_clock_s", "memory_bytes")
-FILES = ("config.yaml", "metrics.jsonl", "run.json", "checkpoints/manifest.json", "checkpoints/step-00000003.pt", "checkpoints/step-00000004.pt", "checkpoints/step-00000006.pt",
-         "series/parts.json", "series/values-00000003.parquet", "series/values-00000004.parquet", "series/values-00000006.parquet", "series/histograms-00000003.parquet",
-         "series/histograms-00000004.parquet", "series/histograms-00000006.parquet", "lock")
+FILES = ("config.yaml", "metrics.jsonl", "run.json", "checkpoints/manifest.json", "checkpoints/step-00000004.pt", "checkpoints/step-00000006.pt", "series/parts.json",
+         "series/values-00000002.parquet", "series/values-00000004.parquet", "series/values-00000006.parquet", "series/histograms-00000002.parquet")
 
 
 def content(folder: Path) -> dict[str, Any]:
@@ -163,10 +162,9 @@ def _control(how: str, place: Place) -> None:
 
 def cases(rng) -> Iterator[Case]:
     for file in FILES:
-        if file == "lock": continue
         ways = ["flipped"] * 3 + ["cut"] * 2 + ["emptied", "rubbish", "longer", "gone", "a folder", "a pipe", "a link to nothing", "a link to a device"]
         for number, how in enumerate(ways): yield Case("runs", f"killed: {file} {how} {number}", partial(_damaged, "killed", file, how, rng.randrange(10**9)))
-    for file in ("metrics.jsonl", "run.json", "series/values-00000004.parquet", "series/values-00000008.parquet", "series/histograms-00000006.parquet", "series/parts.json"):
+    for file in ("metrics.jsonl", "run.json", "series/values-00000004.parquet", "series/values-00000008.parquet", "series/histograms-00000002.parquet", "series/parts.json"):
         for number, how in enumerate(["flipped", "cut", "emptied", "gone"]): yield Case("runs", f"finished: {file} {how} {number}", partial(_damaged_finished, file, how, rng.randrange(10**9)))
     for file in ("config.yaml", "metrics.jsonl", "run.json", "series/parts.json", "series/values-00000004.parquet", "series/values-00000008.parquet"):
         for number, how in enumerate(["flipped", "flipped", "cut", "emptied", "rubbish", "gone"]):
@@ -182,7 +180,7 @@ def cases(rng) -> Iterator[Case]:
                         "compile": (7, None, "on"), "steps": ("x", None, -1)}.items():
         for value in values: yield Case("runs", f"run.json: {key} = {value!r}", partial(_edited, "run.json", partial(_set, key, value)))
     for name, value in {"a list": [], "a number": 1, "null": None, "text": "x"}.items(): yield Case("runs", f"run.json is {name}", partial(_edited, "run.json", partial(_constant, value)))
-    for value in ([], {}, None, {"values-00000003.parquet": 7}, {"../../victim.pt": "0" * 64}, {"values-00000099.parquet": "0" * 64}, {"values-x.parquet": ""}): yield Case("runs", f"parts.json is {str(value)[:40]}", partial(_edited, "series/parts.json", partial(_constant, value)))
+    for value in ([], {}, None, {"values-00000002.parquet": 7}, {"../../victim.pt": "0" * 64}, {"values-00000099.parquet": "0" * 64}, {"values-x.parquet": ""}): yield Case("runs", f"parts.json is {str(value)[:40]}", partial(_edited, "series/parts.json", partial(_constant, value)))
     for key in ("model", "formats", "optimizers", "step", "points", "random", "extra"): yield Case("runs", f"checkpoint without {key}", partial(_state, partial(_without, key)))
     for key, values in {"step": (99, "6", None, 5.5), "random": ({}, None, {"cpu": 1}), "model": ({}, None), "optimizers": ([], None, [{}]), "extra": ({}, None, []), "points": (None, {"x": {}}), "formats": (None, {"x": {}}, [])}.items():
         for value in values: yield Case("runs", f"checkpoint: {key} = {value!r}", partial(_state, partial(_set, key, value)))
