@@ -3,7 +3,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Iterator
 
-from .core import Case, Place, either, refused, refused_command, works
+from .core import Case, Place, either, refused, refused_command
 
 NUMBERS = ("nan", "inf", "-inf", "1e999", "much", "", "[1]", "{a: 1}", "-1", "0x", "1_", "\u0661.x", "1" * 5000)
 WORDS = ("nowhere", "", "x" * 3_000_000, "\x00", "E4M3\nE5M2", "\ud800", "../..", "{}", "None,", "\x1b[2J")
@@ -11,19 +11,31 @@ NAMES = ("", ".", "..", "a/b", "a\\b", ".hidden", "a\nb", "a\0b", "\x1b[2J", "\u
 FREE = {"power", "name", "data"}
 LONG = "x" * 200
 FAULTS = {
-    "a key twice": "format: E4M3\nlr: 0.1\nformat: E5M2\n", "a key twice, in flow": "{lr: 1, lr: 2}", "no mapping": "[1, 2]", "text": "hello", "number": "3", "an unknown key": "fromat: E4M3",
-    "an alias": "name: &a x\nmodel: *a\n", "an anchor": "name: &a x\n", "a merge": "<<: {lr: 1}\n", "a tag": "lr: !!python/object/apply:os.system [ls]\n", "binary": "lr: !!binary aGVsbG8=\n",
-    "a date": "lr: 2001-01-01\n", "no date": "lr: 2001-99-99\n", "a set": "lr: !!set {a}\n", "an open list": "lr: [1\n", "an open quote": "name: 'x\n", "a tab": "lr:\n\t1\n", "two documents": "lr: 1\n---\nlr: 2\n",
-    "a control character": "lr: \x01\n", "NUL": "\0", "deep list": "[" * 100_000, "deep mapping": "{a: " * 5000, "deep blocks": "".join(" " * i + "a:\n" for i in range(300)),
-    "a wide list": "lr: [" + "1," * 60_000 + "]", "a wide list of 2 MB": "lr: [" + "1," * 1_000_000 + "]", "many keys": "".join(f"k{i}: 1\n" for i in range(100_000)), "few thousand keys": "".join(f"k{i}: 1\n" for i in range(4000)),
-    "a key of 1 MB": "x" * 1_000_000 + ": 1\n", "a value of 1 MB": "format: " + "x" * 1_000_000, "a key that is a list": "? [a, b]\n: 1\n", "a key that is a number": "1: 2\n", "a key that is true": "on: 2\n",
-    "a key that is null": "~: 2\n", "a lone colon": ":", "a percent": "%YAML 9.9\n---\nlr: 1\n", "a billion laughs": "a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{d}, *{d}, *{d}, *{d}, *{d}, *{d}, *{d}, *{d}, *{d}]\n" for c, d in zip("bcdefghij", "abcdefghi")),
-    "a bomb in one key": "lr: [&a [x, x, x, x, x, x, x, x], &b [*a, *a, *a, *a, *a, *a, *a, *a], *b]\n", "sexagesimal": "max_steps: 1:30:00.5\n", "too large a number": "max_steps: " + "9" * 5000, "a list for a number": "lr: [0.1]",
-    "a mapping for text": "format: {a: 1}", "true for a number": "max_steps: true", "true for text": "rule: true", "a float for a whole number": "max_steps: 1.5", "an escape": 'format: "\\x1b[2J"', "line breaks": 'format: "a\\n\\n\\nb"',
+    "a key twice": "format: E4M3\nlr: 0.1\nformat: E5M2\n", "a key twice, in flow": "{lr: 1, lr: 2}", "no mapping": "[1, 2]", "text": "hello",
+    "number": "3", "an unknown key": "fromat: E4M3",
+    "an alias": "name: &a x\nmodel: *a\n", "an anchor": "name: &a x\n", "a merge": "<<: {lr: 1}\n", "a tag": "lr: !!python/object/apply:os.system [ls]\n",
+    "binary": "lr: !!binary aGVsbG8=\n",
+    "a date": "lr: 2001-01-01\n", "no date": "lr: 2001-99-99\n", "a set": "lr: !!set {a}\n", "an open list": "lr: [1\n", "an open quote": "name: 'x\n",
+    "a tab": "lr:\n\t1\n", "two documents": "lr: 1\n---\nlr: 2\n",
+    "a control character": "lr: \x01\n", "NUL": "\0", "deep list": "[" * 100_000, "deep mapping": "{a: " * 5000,
+    "deep blocks": "".join(" " * i + "a:\n" for i in range(300)),
+    "a wide list": "lr: [" + "1," * 60_000 + "]", "a wide list of 2 MB": "lr: [" + "1," * 1_000_000 + "]",
+    "many keys": "".join(f"k{i}: 1\n" for i in range(100_000)), "few thousand keys": "".join(f"k{i}: 1\n" for i in range(4000)),
+    "a key of 1 MB": "x" * 1_000_000 + ": 1\n", "a value of 1 MB": "format: " + "x" * 1_000_000, "a key that is a list": "? [a, b]\n: 1\n",
+    "a key that is a number": "1: 2\n", "a key that is true": "on: 2\n",
+    "a key that is null": "~: 2\n", "a lone colon": ":", "a percent": "%YAML 9.9\n---\nlr: 1\n",
+    "a billion laughs": "a: &a [x, x]\n" + "".join(f"{c}: &{c} [*{d}, *{d}, *{d}, *{d}, *{d}, *{d}, *{d}, *{d}, *{d}]\n" for c,
+    d in zip("bcdefghij", "abcdefghi")),
+    "a bomb in one key": "lr: [&a [x, x, x, x, x, x, x, x], &b [*a, *a, *a, *a, *a, *a, *a, *a], *b]\n", "sexagesimal": "max_steps: 1:30:00.5\n",
+    "too large a number": "max_steps: " + "9" * 5000, "a list for a number": "lr: [0.1]",
+    "a mapping for text": "format: {a: 1}", "true for a number": "max_steps: true", "true for text": "rule: true",
+    "a float for a whole number": "max_steps: 1.5", "an escape": 'format: "\\x1b[2J"', "line breaks": 'format: "a\\n\\n\\nb"',
 }
 VALID = "format: E4M3\nmax_steps: 20\nlr: 0.01\nrules: 'blocks.0.*: weight=E3M4'\nactivation: E4M3\nname: a run\n"
-RIGHT = {"empty": "", "a comment": "# nothing\n", "one field": "format: E5M2\n", "flow": "{format: E5M2, lr: 0.1}", "null": "format: null\n", "a number as text": "lr: 1e-3\n", "with a mark": "\ufeffformat: E5M2\n",
-         "Windows line ends": "format: E5M2\r\nlr: 0.5\r\n", "a letter beyond ASCII": "name: modèle\n", "a document mark": "---\nformat: E5M2\n...\n", "quoted": 'format: "E5M2"\n', "a folded value": "format: >-\n  E5M2\n", "all": VALID}
+RIGHT = {"empty": "", "a comment": "# nothing\n", "one field": "format: E5M2\n", "flow": "{format: E5M2, lr: 0.1}", "null": "format: null\n",
+    "a number as text": "lr: 1e-3\n", "with a mark": "\ufeffformat: E5M2\n",
+         "Windows line ends": "format: E5M2\r\nlr: 0.5\r\n", "a letter beyond ASCII": "name: modèle\n", "a document mark": "---\nformat: E5M2\n...\n",
+         "quoted": 'format: "E5M2"\n', "a folded value": "format: >-\n  E5M2\n", "all": VALID}
 
 
 def _file(place: Place, text: str, binary: bytes | None = None):
@@ -97,6 +109,14 @@ def mutations(rng, content: bytes) -> bytes:
     return bytes(data)
 
 
+def _good(key: str, value: object, place: Place) -> None:
+    "A value that a field may have, given as text, is the field's."
+    from altgrad.trainer import load_config, make_config
+    config = make_config({key: str(value)})
+    assert getattr(config, key) == value and type(getattr(config, key)) is type(value)
+    assert load_config(_file(place, config.to_yaml())) == config
+
+
 def cases(rng) -> Iterator[Case]:
     from altgrad.trainer import TrainConfig
 
@@ -107,9 +127,20 @@ def cases(rng) -> Iterator[Case]:
         for value in (True, [], {}, b"1"): yield Case("configs", f"{key}: {value!r}", partial(_field, key, value))
     for key in words:
         for value in WORDS:
-            if value in ("", "../..", "{}", "nowhere", "None,") and key in ("tokenizer", "interventions", "rules"): continue  # some of these are nothing to do, or found out later
+            if value in ("", "../..", "{}", "nowhere", "None,") and key in ("tokenizer", "interventions",
+                "rules"): continue  # some of these are nothing to do, or found out later
             if key != "tokenizer": yield Case("configs", f"{key}={value[:20]!r}", partial(_field, key, value))
         for value in (1, 1.5, [], {}, b"E4M3"): yield Case("configs", f"{key}: {value!r}", partial(_field, key, value))
+    for key in numbers:
+        default = getattr(TrainConfig(), key)
+        if key in ("beta1", "beta2", "dropout"): values: tuple = (0.25, 0.5)
+        elif isinstance(default, int): values = (3, 7)
+        elif isinstance(default, float): values = (0.5, 2.0)
+        else: values = (4, 5) if key in ("converge_window", "monitor_every") else () if key == "shadow_every" else (0.5, 2.0)
+        for value in values: yield Case("configs", f"{key} is {value}", partial(_good, key, value), right=True)
+    for key, values in {"storage": ("fp32", "master", "grid_nearest", "grid_stochastic", "bf16"), "rule": ("adamw", "madam", "grid_sgd"),
+        "compute_dtype": ("float32", "bfloat16"), "tokenizer": ("bytes", "bpe-300"), "activation": ("E4M3",), "compile": ("off",)}.items():
+        for value in values: yield Case("configs", f"{key} is {value}", partial(_good, key, value), right=True)
     for name in NAMES: yield Case("configs", f"name={name[:20]!r}", partial(_field, "name", name))
     for name, text in FAULTS.items():
         yield Case("configs", name, partial(_fault, text))

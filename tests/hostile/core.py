@@ -149,7 +149,8 @@ def _make_base(base: Path) -> None:
     with redirect_stderr(io.StringIO()): sweep.build()
     with sweep.ledger.writing() as append:
         for job in sweep.plan().jobs[:4]:
-            append({"run": sweep.run_id(job.arm), **asdict(job.arm), **run_arm(job.arm, sweep.bench), "error": None, "machine": machine(), "versions": versions(),
+            append({"run": sweep.run_id(job.arm), **asdict(job.arm), **run_arm(job.arm, sweep.bench), "error": None, "machine": machine(),
+                "versions": versions(),
                     "stage": job.stage, "lr_edge": job.lr_edge, "tier": 0, "matrix": "test"})
 
 
@@ -245,7 +246,7 @@ def report(found: list[Case], failures: list[tuple[Case, str]]) -> str:
     for group in [*dict.fromkeys(c.group for c in sorted(found, key=lambda c: c.group)), ""]:
         here = [c for c in found if c.group == group or not group]
         lines.append(f"{group or 'all':<14}{len(here):>7}{sum(c.right for c in here):>10}{sum(c in here for c, _ in failures):>8}")
-    return "\n".join([*lines, *(f"FAILED {c.group} | {c.name} | {why}" for c, why in failures)])
+    return "\n".join([*lines, *(f"failed: {c.group} | {c.name} | {why}" for c, why in failures)])
 
 
 def main(seed: int = 0, workers: int = os.cpu_count() or 1, every: int = 1, only: str = "") -> int:
@@ -255,7 +256,9 @@ def main(seed: int = 0, workers: int = os.cpu_count() or 1, every: int = 1, only
     with tempfile.TemporaryDirectory() as base:
         make_base(Path(base))
         for number, (case, why) in enumerate(run(found, Path(base), workers), 1):
-            if why: failures.append((case, why))
+            if why:
+                failures.append((case, why))
+                print(f"FAILED {case.group} | {case.name} | {why}", file=sys.stderr, flush=True)
             if number % 250 == 0: print(f"{number} of {len(found)} cases, {len(failures)} failed", file=sys.stderr, flush=True)
     print(report(found, failures))
     return int(bool(failures))

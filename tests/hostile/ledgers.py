@@ -1,6 +1,5 @@
 """Ledgers: rows that were edited, cut or doubled, and what reads them."""
 import json
-import shutil
 from functools import partial
 from typing import Any, Callable, Iterator
 
@@ -9,8 +8,10 @@ from .matrices import MATRIX
 
 ODD = (7, -1.5, True, [1], {"a": 1}, "", "x", None, "\x1b[2J", "x" * 5000, float("nan"), float("inf"))
 FINE = {  # what may stand there
-    "run": ("x", "\x1b[2J"), "val_loss": (7, -1.5), "lr": (7, -1.5, None), "power": (7, -1.5, None), "floor_octaves": (7, -1.5, None), "seed": (7, None), "seconds": (7, -1.5, None), "stall": (7, -1.5, None), "diverged": (True, None),
-    **dict.fromkeys(("format", "storage", "rule", "placement", "split", "checkpoint", "corpus", "stage", "matrix"), ("", "x", None, "\x1b[2J")), "error": ("", "x", None, "\x1b[2J"), "curve": ([1], None), "task": ({"a": 1}, None),
+    "run": ("x", "\x1b[2J"), "val_loss": (7, -1.5), "lr": (7, -1.5, None), "power": (7, -1.5, None), "floor_octaves": (7, -1.5, None), "seed": (7, None),
+    "seconds": (7, -1.5, None), "stall": (7, -1.5, None), "diverged": (True, None),
+    **dict.fromkeys(("format", "storage", "rule", "placement", "split", "checkpoint", "corpus", "stage", "matrix"), ("", "x", None, "\x1b[2J")),
+        "error": ("", "x", None, "\x1b[2J"), "curve": ([1], None), "task": ({"a": 1}, None),
     "machine": ({"a": 1}, None), "versions": ({"a": 1}, None)}
 
 
@@ -25,7 +26,8 @@ def _ledger(place: Place, change: Callable[[list[bytes]], list[bytes]]) -> Any:
 
 def _sweep(place: Place, folder: Any) -> tuple:
     (place.folder / "m.yaml").write_text(MATRIX)
-    return "sweep", place.folder / "m.yaml", "--out", folder, "--dry-run", "--checkpoints", place.base / "checkpoints", "--corpus", f"tiny=path:{place.base}/text.txt"
+    where = ("--checkpoints", place.base / "checkpoints", "--corpus", f"tiny=path:{place.base}/text.txt")
+    return ("sweep", place.folder / "m.yaml", "--out", folder, "--dry-run", *where)
 
 
 def _readers(place: Place, folder: Any) -> list[tuple]:
@@ -75,7 +77,8 @@ def _mutated(seed: int, content: bytes, place: Place) -> None:
 
 def _replayed(place: Place) -> None:
     row = json.loads((place.base / "ledger/ledger.jsonl").read_bytes().splitlines()[0])
-    out = works("replay", row["run"], "--ledger", place.base / "ledger", "--checkpoints", place.base / "checkpoints", "--corpus", f"tiny=path:{place.base}/text.txt")
+    out = works("replay", row["run"], "--ledger", place.base / "ledger", "--checkpoints", place.base / "checkpoints", "--corpus",
+        f"tiny=path:{place.base}/text.txt")
     assert "agrees bit for bit" in out
 
 
@@ -110,7 +113,8 @@ def _parquet(kind: str, place: Place) -> None:
     path = place.folder / "l.parquet"
     compact(Ledger(place.base / "ledger").rows(), path)
     data = path.read_bytes()
-    path.write_bytes({"empty": b"", "half": data[: len(data) // 2], "rubbish": b"PAR1" + b"x" * 100 + b"PAR1", "text": b"hello", "no tail": data[:-8], "head": data[:4]}[kind])
+    path.write_bytes({"empty": b"", "half": data[: len(data) // 2], "rubbish": b"PAR1" + b"x" * 100 + b"PAR1", "text": b"hello", "no tail": data[:-8],
+        "head": data[:4]}[kind])
     refused_command("replay", "0", "--ledger", path)
 
 
@@ -126,12 +130,17 @@ def cases(rng) -> Iterator[Case]:
             good = any(value is g or type(value) is type(g) and value == g for g in fine) or key not in ("run", "val_loss") and value is None
             if key not in ("run", "val_loss", "error") and isinstance(value, str) and not good and "text" == _kind(key) and len(value) <= 1000: good = True
             if good: yield Case("ledgers", f"fine {key} = {str(value)[:20]!r}", partial(_fine, key, value), right=True)
-            else: yield Case("ledgers", f"{key} = {str(value)[:20]!r} {type(value).__name__}", partial(_wrong_row, rng.randint(1, 3), partial(_set, key, value)))
+            else: yield Case("ledgers", f"{key} = {str(value)[:20]!r} {type(value).__name__}",
+                partial(_wrong_row, rng.randint(1, 3), partial(_set, key, value)))
     for key in ("run", "val_loss"): yield Case("ledgers", f"without {key}", partial(_wrong_row, 2, partial(_without, key)))
-    for key in ("task", "corpus_sha", "checkpoint_sha", "weights_sha", "instrument", "diverged", "lr", "seed", "format"): yield Case("ledgers", f"replay without {key}", partial(_replay_wrong, partial(_without, key)))
-    for key, value in (("corpus_sha", "0" * 64), ("instrument", 99), ("corpus_sha", 7), ("instrument", "1"), ("task", {"steps": 0}), ("task", {"stepps": 1}), ("checkpoint", "none-0"), ("corpus", "other"), ("format", "E9M9"), ("rule", "none"), ("split", "none"), ("storage", "none")):
+    for key in ("task", "corpus_sha", "checkpoint_sha", "weights_sha", "instrument", "diverged", "lr", "seed", "format"): yield Case("ledgers",
+        f"replay without {key}", partial(_replay_wrong, partial(_without, key)))
+    for key, value in (("corpus_sha", "0" * 64), ("instrument", 99), ("corpus_sha", 7), ("instrument", "1"), ("task", {"steps": 0}),
+        ("task", {"stepps": 1}), ("checkpoint", "none-0"), ("corpus", "other"), ("format", "E9M9"), ("rule", "none"), ("split", "none"),
+        ("storage", "none")):
         yield Case("ledgers", f"replay with {key} = {value!r}", partial(_replay_wrong, partial(_set, key, value)))
-    for name, line in {"text": b"hello\n", "a list": b"[1]\n", "a number": b"1\n", "null": b"null\n", "half a row": b'{"run": "a\n', "NUL": b"\0\0\0\n", "not UTF-8": b'{"run": "\xff"}\n', "deep": b"[" * 100_000 + b"\n", "NaN": b'{"run": "a", "val_loss": NaN}\n', "empty": b"\n"}.items():
+    for name, line in {"text": b"hello\n", "a list": b"[1]\n", "a number": b"1\n", "null": b"null\n", "half a row": b'{"run": "a\n', "NUL": b"\0\0\0\n",
+        "not UTF-8": b'{"run": "\xff"}\n', "deep": b"[" * 100_000 + b"\n", "NaN": b'{"run": "a", "val_loss": NaN}\n', "empty": b"\n"}.items():
         for at in (0, 1, 3): yield Case("ledgers", f"line {at + 1} is {name}", partial(_bytes, partial(_insert, at, line)))
     for seed in range(20): yield Case("ledgers", f"torn {seed}", partial(_torn, rng.randrange(10**6)), right=True)
     sample = b'{"run": "ab12", "val_loss": 2.5, "error": null, "format": "E4M3", "lr": 0.1, "stage": "tune", "curve": [1, 2]}\n' * 4

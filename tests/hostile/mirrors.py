@@ -1,9 +1,7 @@
 """The mirror to W&B: what it finds in a run's folder, and what is read of it."""
 import json
 import os
-import shutil
 from functools import partial
-from pathlib import Path
 from typing import Any, Iterator
 
 from .core import Case, Place, either, refused, refused_command, settings, told
@@ -111,7 +109,8 @@ def cases(rng) -> Iterator[Case]:
     for i in range(80): yield Case("mirrors", f"flipped {i}", partial(_flipped, rng.randrange(10**6), rng.randrange(8)))
     for name in ("", "on", "ONLINE", None, 7, True, [], "off\n"): yield Case("mirrors", f"mode {name!r}", partial(_mode, name))
     for value in ("", "on", "OFF", "x" * 10_000, "\x1b[2J", "1"): yield Case("mirrors", f"--wandb {value[:20]!r}", partial(_argument, value))
-    for kind in ("a file", "a link to nothing", "a link to itself", "an id that is a folder", "an id that is empty", "an id that is not UTF-8", "an id with a path", "an id of 1 MB", "an id that is a link to nothing", "a part that is rubbish"):
+    for kind in ("a file", "a link to nothing", "a link to itself", "an id that is a folder", "an id that is empty", "an id that is not UTF-8",
+        "an id with a path", "an id of 1 MB", "an id that is a link to nothing", "a part that is rubbish"):
         yield Case("mirrors", f"{kind}, off", partial(_obstacle, kind, "off"))
     for name in ("", "x", "a/b/c", "/", "a/", "/b", " / ", "\x1b[2J/x"): yield Case("mirrors", f"workspace {name!r}", partial(_project, name))
     for name in ("none", "", "/dev/zero", "\x1b[2J"): yield Case("mirrors", f"workspace --ledger {name!r}", partial(_ledger, name))

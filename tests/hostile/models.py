@@ -62,14 +62,18 @@ def cases(rng) -> Iterator[Case]:
     from torch import nn
     import torch
 
-    for name, make in {"lazy": lambda: nn.Sequential(nn.LazyLinear(4)), "none": lambda: None, "a class": lambda: nn.Linear, "a list": lambda: [nn.Linear(2, 2)], "text": lambda: "gpt", "int8 weights": lambda: _cast(torch.int8), "complex weights": lambda: _cast(torch.complex64),
+    for name, make in {"lazy": lambda: nn.Sequential(nn.LazyLinear(4)), "none": lambda: None, "a class": lambda: nn.Linear,
+        "a list": lambda: [nn.Linear(2, 2)], "text": lambda: "gpt", "int8 weights": lambda: _cast(torch.int8),
+        "complex weights": lambda: _cast(torch.complex64),
                        "no linear layer": lambda: nn.Sequential(nn.ReLU()), "a tensor": lambda: torch.ones(3)}.items():
         for fmt in ("E4M3", "E5M2", "E7M0"): yield Case("models", f"{name} {fmt}", partial(_wrong, make, (fmt,), {}))
-    for fmt in ("E9M9", "", None, 8, "float8_e8m0fnu", "E4M3b7fnu", [], True, "x" * 10**5): yield Case("models", f"format {str(fmt)[:20]!r}", partial(_wrong, _plain, (fmt,), {}))
+    for fmt in ("E9M9", "", None, 8, "float8_e8m0fnu", "E4M3b7fnu", [], True, "x" * 10**5): yield Case("models", f"format {str(fmt)[:20]!r}",
+        partial(_wrong, _plain, (fmt,), {}))
     for skip in (3, 1.5, True, [3], [None], {"a": 1}): yield Case("models", f"skip {skip!r}", partial(_wrong, _plain, ("E4M3",), {"skip": skip}))
     for seed in (-1, 1.5, "1", None, 2**64): yield Case("models", f"seed {seed!r}", partial(_wrong, _plain, ("E4M3",), {"seed": seed}))
     for config in ("x", 3, [], {}): yield Case("models", f"config {config!r}", partial(_wrong, _plain, (), {"config": config}))
-    for storage in ("", "grid_nearest", "grid_stochastic", "grid_residual2", "grid_residual4", "grid_residual8", "bf16"): yield Case("models", f"state_dict of {storage or 'master'}", partial(_stored, storage), right=True)
+    for storage in ("", "grid_nearest", "grid_stochastic", "grid_residual2", "grid_residual4", "grid_residual8", "bf16"): yield Case("models",
+        f"state_dict of {storage or 'master'}", partial(_stored, storage), right=True)
     for e in range(8): yield Case("models", f"quantized in E{e}M{7 - e}", partial(_works, f"E{e}M{7 - e}"), right=True)
 
 

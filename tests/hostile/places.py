@@ -6,10 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Iterator
 
-from .core import Case, Place, assert_line, refused_command, settings, told, works
+from .core import Case, Place, assert_line, refused_command, settings, works
 
 ALTGRAD = str(Path(sys.executable).parent / "altgrad")
-KINDS = ("a file", "under a file", "a link to nothing", "a link to itself", "two links in a circle", "under a link to nothing", "a pipe", "a device", "under a device", "/proc", "a long name", "a long path", "a link to a file", "a socket")
+KINDS = ("a file", "under a file", "a link to nothing", "a link to itself", "two links in a circle", "under a link to nothing", "a pipe", "a device",
+    "under a device", "/proc", "a long name", "a long path", "a link to a file", "a socket")
 
 
 def place_of(kind: str, folder: Path) -> Path:
@@ -40,11 +41,13 @@ def _out(command: str, kind: str, place: Place) -> None:
     "Refused before anything is trained."
     path, matrix = place_of(kind, place.folder), place.folder / "m.yaml"
     if command == "train": argv = ("train", "e4m3_fp8", *settings(place.base), "--out", path)
-    elif command == "compare": argv = ("compare", "bf16_baseline", "e4m3_fp8", *settings(place.base)[:-4], "--set", f"data=path:{place.base}/text.txt", "--out", path)
+    elif command == "compare": argv = ("compare", "bf16_baseline", "e4m3_fp8", *settings(place.base)[:-4], "--set", f"data=path:{place.base}/text.txt",
+        "--out", path)
     else:
         from .matrices import MATRIX
         matrix.write_text(MATRIX)
-        argv = ("sweep", matrix, "--out", path if command == "sweep" else place.folder / "out", "--checkpoints", place.base / "checkpoints" if command == "sweep" else path, "--corpus", f"tiny=path:{place.base}/text.txt")
+        argv = ("sweep", matrix, "--out", path if command == "sweep" else place.folder / "out", "--checkpoints",
+            place.base / "checkpoints" if command == "sweep" else path, "--corpus", f"tiny=path:{place.base}/text.txt")
     refused_command(*argv)
 
 
@@ -94,7 +97,8 @@ def cases(rng) -> Iterator[Case]:
             yield Case("places", f"{command}: {kind}", partial(_out, command, kind))
         for command in ("watch --once", "autopsy", "replay x --ledger"):
             if not (command == "replay x --ledger" and kind == "nothing"): yield Case("places", f"{command}: {kind}", partial(_reads, command, kind))
-    for name, argv in {"formats": ["formats"], "formats as JSON": ["formats", "--json"], "a format": ["formats", "E4M3", "--codes"], "help": ["--help"]}.items():
+    for name, argv in {"formats": ["formats"], "formats as JSON": ["formats", "--json"], "a format": ["formats", "E4M3", "--codes"],
+        "help": ["--help"]}.items():
         yield Case("places", f"{name} to a full device", partial(_stream, argv, "> /dev/full", 2))
         yield Case("places", f"{name} to a closed stream", partial(_stream, argv, ">&-", 0))
     yield Case("places", "an error to a full device", partial(_stream, ["formats", "E9"], "2> /dev/full", 2))

@@ -11,7 +11,8 @@ from typing import Any, Callable, Iterator
 from .core import LONGEST, Case, Place, refused_command, settings, told, works
 
 TIMES = ("tokens_per_s", "wall_clock_s", "memory_bytes")
-FILES = ("config.yaml", "metrics.jsonl", "run.json", "checkpoints/manifest.json", "checkpoints/step-00000004.pt", "checkpoints/step-00000006.pt", "series/parts.json",
+FILES = ("config.yaml", "metrics.jsonl", "run.json", "checkpoints/manifest.json", "checkpoints/step-00000004.pt", "checkpoints/step-00000006.pt",
+    "series/parts.json",
          "series/values-00000002.parquet", "series/values-00000004.parquet", "series/values-00000006.parquet", "series/histograms-00000002.parquet")
 
 
@@ -50,7 +51,8 @@ def _survives(place: Place, folder: Path) -> None:
         for part in want: assert got[part] == want[part], f"{part} is another: said {err[-300:]!r}"
     else:
         assert code == 2 and err.splitlines()[-1].startswith("altgrad: "), (code, err[-300:])
-        gone = [p for p, data in before.items() if data is not None and p.name != "run.json" and not (p.is_file() and p.read_bytes() == data or p.with_suffix(".aside").is_file())]
+        kept = {p for p, data in before.items() if p.is_file() and p.read_bytes() == data or p.with_suffix(".aside").is_file() or p.name == "run.json"}
+        gone = [p for p, data in before.items() if data is not None and p not in kept]
         assert not gone, f"refused, and yet changed {gone}"
     for victim in (place.folder / "victim.pt", place.folder / "out/victim.pt"): assert victim.read_text() == "mine"
 
@@ -154,7 +156,8 @@ def _control(how: str, place: Place) -> None:
     "What is whole goes on, is used again, or is read."
     folder = _copy(place, "killed" if how == "goes on" else "whole")
     if how in ("goes on", "used again"): _survives(place, folder)
-    if how == "goes on": assert json.loads((folder / "run.json").read_text())["exit_reason"] == "finished" and "-00000008.parquet" in "".join(map(str, folder.rglob("*")))
+    if how == "goes on": assert json.loads((folder / "run.json").read_text())["exit_reason"] == "finished" and "-00000008.parquet" in "".join(map(str,
+        folder.rglob("*")))
     if how == "watched": assert "step 8 of 8" in works("watch", folder, "--once")
     if how == "examined": assert "8 of 8 steps" in works("autopsy", folder)
     if how == "another config": refused_command(*again(place), "--set", "lr=0.5")
@@ -163,32 +166,46 @@ def _control(how: str, place: Place) -> None:
 def cases(rng) -> Iterator[Case]:
     for file in FILES:
         ways = ["flipped"] * 3 + ["cut"] * 2 + ["emptied", "rubbish", "longer", "gone", "a folder", "a pipe", "a link to nothing", "a link to a device"]
-        for number, how in enumerate(ways): yield Case("runs", f"killed: {file} {how} {number}", partial(_damaged, "killed", file, how, rng.randrange(10**9)))
-    for file in ("metrics.jsonl", "run.json", "series/values-00000004.parquet", "series/values-00000008.parquet", "series/histograms-00000002.parquet", "series/parts.json"):
-        for number, how in enumerate(["flipped", "cut", "emptied", "gone"]): yield Case("runs", f"finished: {file} {how} {number}", partial(_damaged_finished, file, how, rng.randrange(10**9)))
+        for number, how in enumerate(ways): yield Case("runs", f"killed: {file} {how} {number}",
+            partial(_damaged, "killed", file, how, rng.randrange(10**9)))
+    for file in ("metrics.jsonl", "run.json", "series/values-00000004.parquet", "series/values-00000008.parquet", "series/histograms-00000002.parquet",
+        "series/parts.json"):
+        for number, how in enumerate(["flipped", "cut", "emptied", "gone"]): yield Case("runs", f"finished: {file} {how} {number}",
+            partial(_damaged_finished, file, how, rng.randrange(10**9)))
     for file in ("config.yaml", "metrics.jsonl", "run.json", "series/parts.json", "series/values-00000004.parquet", "series/values-00000008.parquet"):
         for number, how in enumerate(["flipped", "flipped", "cut", "emptied", "rubbish", "gone"]):
-            if (file, how) not in (("config.yaml", "gone"),): yield Case("runs", f"read: {file} {how} {number}", partial(_read, file, how, rng.randrange(10**9)))
+            if (file, how) not in (("config.yaml", "gone"),): yield Case("runs", f"read: {file} {how} {number}",
+                partial(_read, file, how, rng.randrange(10**9)))
     for name in ("checkpoints", "series"):
         for how in ("gone", "empty", "a file", "a link to nothing"): yield Case("runs", f"{name} {how}", partial(_gone, "killed", name, how))
-    for value in ("../../victim.pt", "../victim.pt", "/etc/passwd", "", ".", "a\0b", 7, None, [], "step-00000099.pt", "x" * 5000, "step-00000006.pt/.", "anomaly-00000006.pt"):
-        yield Case("runs", f"manifest: file = {str(value)[:30]!r} {type(value).__name__}", partial(_edited, "checkpoints/manifest.json", partial(_entry, "file", value)))
-    for key, values in {"step": ("6", None, -1, 99, 6.0, [], True, 10**30), "sha256": (7, [], "", "0" * 64, "x"), "val_loss": ("x", [], float("nan"), True, {}), "anomaly": (7, [], "x", False)}.items():
+    for value in ("../../victim.pt", "../victim.pt", "/etc/passwd", "", ".", "a\0b", 7, None, [], "step-00000099.pt", "x" * 5000, "step-00000006.pt/.",
+        "anomaly-00000006.pt"):
+        yield Case("runs", f"manifest: file = {str(value)[:30]!r} {type(value).__name__}",
+            partial(_edited, "checkpoints/manifest.json", partial(_entry, "file", value)))
+    for key, values in {"step": ("6", None, -1, 99, 6.0, [], True, 10**30), "sha256": (7, [], "", "0" * 64, "x"),
+        "val_loss": ("x", [], float("nan"), True, {}), "anomaly": (7, [], "x", False)}.items():
         for value in values: yield Case("runs", f"manifest: {key} = {value!r}", partial(_edited, "checkpoints/manifest.json", partial(_entry, key, value)))
-    for name, value in {"a mapping": {}, "a number": 1, "null": None, "no entries": [], "a list of lists": [[]], "text": "x"}.items(): yield Case("runs", f"manifest is {name}", partial(_edited, "checkpoints/manifest.json", partial(_constant, value)))
-    for key, values in {"exit_reason": (7, None, [], "finished", "stopped", "finished, honestly"), "corpus": (None, "x", {}, {"hash": 7}, []), "results": (None, [], {"val_loss": "x"}, {}), "compute_dtype": (7, None, "bfloat16"),
+    for name, value in {"a mapping": {}, "a number": 1, "null": None, "no entries": [], "a list of lists": [[]], "text": "x"}.items(): yield Case("runs",
+        f"manifest is {name}", partial(_edited, "checkpoints/manifest.json", partial(_constant, value)))
+    for key, values in {"exit_reason": (7, None, [], "finished", "stopped", "finished, honestly"), "corpus": (None, "x", {}, {"hash": 7}, []),
+        "results": (None, [], {"val_loss": "x"}, {}), "compute_dtype": (7, None, "bfloat16"),
                         "compile": (7, None, "on"), "steps": ("x", None, -1)}.items():
         for value in values: yield Case("runs", f"run.json: {key} = {value!r}", partial(_edited, "run.json", partial(_set, key, value)))
-    for name, value in {"a list": [], "a number": 1, "null": None, "text": "x"}.items(): yield Case("runs", f"run.json is {name}", partial(_edited, "run.json", partial(_constant, value)))
-    for value in ([], {}, None, {"values-00000002.parquet": 7}, {"../../victim.pt": "0" * 64}, {"values-00000099.parquet": "0" * 64}, {"values-x.parquet": ""}): yield Case("runs", f"parts.json is {str(value)[:40]}", partial(_edited, "series/parts.json", partial(_constant, value)))
-    for key in ("model", "formats", "optimizers", "step", "points", "random", "extra"): yield Case("runs", f"checkpoint without {key}", partial(_state, partial(_without, key)))
-    for key, values in {"step": (99, "6", None, 5.5), "random": ({}, None, {"cpu": 1}), "model": ({}, None), "optimizers": ([], None, [{}]), "extra": ({}, None, []), "points": (None, {"x": {}}), "formats": (None, {"x": {}}, [])}.items():
+    for name, value in {"a list": [], "a number": 1, "null": None, "text": "x"}.items(): yield Case("runs", f"run.json is {name}",
+        partial(_edited, "run.json", partial(_constant, value)))
+    for value in ([], {}, None, {"values-00000002.parquet": 7}, {"../../victim.pt": "0" * 64}, {"values-00000099.parquet": "0" * 64},
+        {"values-x.parquet": ""}): yield Case("runs", f"parts.json is {str(value)[:40]}", partial(_edited, "series/parts.json", partial(_constant, value)))
+    for key in ("model", "formats", "optimizers", "step", "points", "random", "extra"): yield Case("runs", f"checkpoint without {key}",
+        partial(_state, partial(_without, key)))
+    for key, values in {"step": (99, "6", None, 5.5), "random": ({}, None, {"cpu": 1}), "model": ({}, None), "optimizers": ([], None, [{}]),
+        "extra": ({}, None, []), "points": (None, {"x": {}}), "formats": (None, {"x": {}}, [])}.items():
         for value in values: yield Case("runs", f"checkpoint: {key} = {value!r}", partial(_state, partial(_set, key, value)))
     for key, values in {"seconds": (None, "x"), "skipped": (None, "x"), "watch": ("x", [1], {"alarms": 1}, {})}.items():
         for value in values: yield Case("runs", f"checkpoint: extra {key} = {value!r}", partial(_state, partial(_extra, key, value)))
     yield Case("runs", "a checkpoint that is a pickle", _evil)
     for number in (0, 2, 5):
-        for name, line in {"text": b"hello\n", "a list": b"[]\n", "no step": b"{}\n", "another step": b'{"step": 99}\n', "NUL": b"\0" * 9 + b"\n", "not UTF-8": b'{"step": "\xff"}\n', "deep": b"[" * 100_000 + b"\n", "nothing": b"", "empty": b"\n"}.items():
+        for name, line in {"text": b"hello\n", "a list": b"[]\n", "no step": b"{}\n", "another step": b'{"step": 99}\n', "NUL": b"\0" * 9 + b"\n",
+            "not UTF-8": b'{"step": "\xff"}\n', "deep": b"[" * 100_000 + b"\n", "nothing": b"", "empty": b"\n"}.items():
             yield Case("runs", f"metrics: line {number + 1} is {name}", partial(_line, number, line))
     for how in ("goes on", "used again", "watched", "examined", "another config"): yield Case("runs", how, partial(_control, how), right=True)
 

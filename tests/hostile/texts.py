@@ -7,14 +7,21 @@ from typing import Iterator
 from .core import TEXT, Case, Place, refused, refused_command
 
 JSONL = {
-    "no object": "[1]\n", "a number": "3\n", "no JSON": "{\n", "no column": '{"txt": "a"}\n', "text is a number": '{"text": 3}\n', "text is null": '{"text": null}\n', "text is a mapping": '{"text": {}}\n',
-    "a list of numbers": '{"text": [1]}\n', "half of a pair": '{"text": "\\ud800"}\n', "a NUL": '{"text": "a\\u0000b"}\n', "deep": "[" * 100_000 + "\n", "deep in a row": '{"text": ' + "[" * 100_000 + "\n", "a column of 1 MB": '{"' + "x" * 10**6 + '": 1}\n'}
-FILES = {"a.txt": {"empty": b"", "NUL": b"abc\0def" * 99, "not UTF-8": b"abc\xff" * 99, "UTF-16": TEXT.encode("utf-16"), "one byte": b"a", "two bytes": b"ab", "half a character": "ab\u20ac".encode()[:-1] * 9},
+    "no object": "[1]\n", "a number": "3\n", "no JSON": "{\n", "no column": '{"txt": "a"}\n', "text is a number": '{"text": 3}\n',
+    "text is null": '{"text": null}\n', "text is a mapping": '{"text": {}}\n',
+    "a list of numbers": '{"text": [1]}\n', "half of a pair": '{"text": "\\ud800"}\n', "a NUL": '{"text": "a\\u0000b"}\n', "deep": "[" * 100_000 + "\n",
+    "deep in a row": '{"text": ' + "[" * 100_000 + "\n", "a column of 1 MB": '{"' + "x" * 10**6 + '": 1}\n'}
+FILES = {"a.txt": {"empty": b"", "NUL": b"abc\0def" * 99, "not UTF-8": b"abc\xff" * 99, "UTF-16": TEXT.encode("utf-16"), "one byte": b"a",
+    "two bytes": b"ab", "half a character": "ab\u20ac".encode()[:-1] * 9},
          "a.parquet": {"empty": b"", "magic only": b"PAR1PAR1", "text": TEXT.encode(), "magic and rubbish": b"PAR1" + bytes(range(256)) * 20 + b"PAR1"}}
-NAMES = ("", "none", "path:", "path", "path:none.txt", "path:a\0b", "path:~nobody-of-this-name/x", "lex_glue/none", "lex_glue/eurlex@", "lex_glue/eurlex@none", "stdlib ", "STDLIB", "path:/dev/null", "path:/dev/zero", "path:/dev/stdin/x",
-         "path:/proc/self/mem/x", "\ud800", "path:\ud800", "x" * 100_000, "path:" + "x" * 5000, "path:" + "a/" * 3000, "http://nowhere", "\x1b[2J", "path:\x1b[2J")
-TOKENIZERS = ("", "byte", "bpe", "bpe-", "bpe-0", "bpe-256", "bpe-65536", "bpe--1", "bpe-1e3", "bpe-\u0663\u0660\u0660", "bpe-00300", "x" * 100_000, "bpe-" + "9" * 5000, "\x00")
-LABELLED = {"no labels": {"text": "a"}, "labels are text": {"text": "a", "labels": "x"}, "labels are null": {"text": "a", "labels": None}, "a label is a list": {"text": "a", "labels": [[1]]}, "a split of its own": {"text": "a", "labels": [1], "split": "holdout"},
+NAMES = ("", "none", "path:", "path", "path:none.txt", "path:a\0b", "path:~nobody-of-this-name/x", "lex_glue/none", "lex_glue/eurlex@",
+    "lex_glue/eurlex@none", "stdlib ", "STDLIB", "path:/dev/null", "path:/dev/zero", "path:/dev/stdin/x",
+         "path:/proc/self/mem/x", "\ud800", "path:\ud800", "x" * 100_000, "path:" + "x" * 5000, "path:" + "a/" * 3000, "http://nowhere", "\x1b[2J",
+         "path:\x1b[2J")
+TOKENIZERS = ("", "byte", "bpe", "bpe-", "bpe-0", "bpe-256", "bpe-65536", "bpe--1", "bpe-1e3", "bpe-\u0663\u0660\u0660", "bpe-00300", "x" * 100_000,
+    "bpe-" + "9" * 5000, "\x00")
+LABELLED = {"no labels": {"text": "a"}, "labels are text": {"text": "a", "labels": "x"}, "labels are null": {"text": "a", "labels": None},
+    "a label is a list": {"text": "a", "labels": [[1]]}, "a split of its own": {"text": "a", "labels": [1], "split": "holdout"},
             "a split that is a list": {"text": "a", "labels": [1], "split": []}, "a label is null": {"text": "a", "labels": [None]}}
 
 
@@ -106,7 +113,8 @@ def _control(name: str, content: bytes, want: bytes, place: Place) -> None:
 def cases(rng) -> Iterator[Case]:
     good = '{"text": "one row that is right"}\n' * 3
     for name, line in JSONL.items():
-        for place, text in (("first", line + good), ("last", good + line)): yield Case("texts", f"jsonl, {name}, {place}", partial(_wrong, "a.jsonl", text.encode()))
+        for place, text in (("first", line + good), ("last", good + line)): yield Case("texts", f"jsonl, {name}, {place}",
+            partial(_wrong, "a.jsonl", text.encode()))
         yield Case("texts", f"jsonl, {name}, train", partial(_wrong_train, "a.jsonl", line.encode()))
     for file, contents in FILES.items():
         for name, content in contents.items():
@@ -117,7 +125,8 @@ def cases(rng) -> Iterator[Case]:
     for kind in ("a pipe", "a device", "a link to nothing", "a link to itself", "an empty folder", "a socket"):
         for inside in (False, True): yield Case("texts", f"{kind}, inside {inside}", partial(_special, kind, inside))
     for i in range(20): yield Case("texts", f"parquet cut to {i / 20:.0%}", partial(_cut_parquet, i / 20))
-    for name, rows in {"numbers": [1, 2], "nulls": [None, None], "a NUL": ["a\0b"] * 3, "floats": [0.5], "lists of numbers": [[1], [2]], "nothing": [], "empty texts": ["", ""]}.items():
+    for name, rows in {"numbers": [1, 2], "nulls": [None, None], "a NUL": ["a\0b"] * 3, "floats": [0.5], "lists of numbers": [[1], [2]], "nothing": [],
+        "empty texts": ["", ""]}.items():
         yield Case("texts", f"parquet of {name}", partial(_odd_parquet, rows))
     for name, row in LABELLED.items(): yield Case("texts", f"labels: {name}", partial(_labels, row))
     for name in ("train.bin", "val.bin", "corpus.json"):
