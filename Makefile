@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 ISOLATED := env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME -u XDG_DATA_HOME HOME="$(CURDIR)/.venv/home" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test kills verify bench evidence lab export notebooks readme docs quarto
+.PHONY: help demo test kills hostile verify bench evidence lab export notebooks readme docs quarto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,10 @@ verify: $(INSTALLED) ## quantize all 2^32 float32 patterns in every 8-bit and OC
 
 kills: $(INSTALLED) ## kill runs of every format before each of their file operations and at random moments (long)
 	@$(ISOLATED) $(BIN)/python .ci/kills.py
+
+hostile: $(INSTALLED) ## thousands of generated hostile inputs: each must be refused in one line, and each control must work (a quarter of an hour)
+	@mkdir -p .venv/home
+	@$(ISOLATED) $(BIN)/python .ci/hostile.py
 
 bench: $(INSTALLED) ## time the code against other libraries; libraries in folders of their own: make bench PEERS=FOLDER
 	@for script in .ci/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done

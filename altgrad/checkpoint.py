@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KEEP', 'MAX_ANOMALIES', 'WriteError', 'write_atomic', 'make_folder', 'remove_leftovers', 'seed_everything',
-           'pack_state', 'save_checkpoint', 'unpack_state', 'load_checkpoint', 'kept', 'Checkpoints']
+           'pack_state', 'save_checkpoint', 'load_tensors', 'unpack_state', 'load_checkpoint', 'kept', 'Checkpoints']
 
 # %% ../nbs/11_checkpoint.ipynb #ee7e3cec
 import hashlib
@@ -16,6 +16,7 @@ import pickle
 import random
 import re
 import sys
+import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .files import LARGEST_RECORD, is_number, parse_json, read_small
 from .formats import FP8Format, InputError
 from .storage import load_plain_state, plain_state
 from .surgery import load_points_state, points_state
@@ -104,8 +106,8 @@ def _check_formats(model: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
     here = _formats(model)
     for name in here.keys() | saved.keys():
         if name not in here or name not in saved: raise ValueError(f"{name} is quantized {'here' if name in here else 'there'} only")
-        there = FP8Format(**saved[name])
-        if there != FP8Format(**here[name]): raise ValueError(f"{name} was saved as {there}, and is {FP8Format(**here[name])} here")
+        there, ours = FP8Format(**saved[name]), FP8Format(**here[name])
+        if there != ours: raise ValueError(f"{name} was saved as {there.name} ({there.spec}), and is {ours.name} ({ours.spec}) here")
 
 # %% ../nbs/11_checkpoint.ipynb #57f8ff24
 def pack_state(
@@ -142,6 +144,15 @@ def _restore_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
             if isinstance(value, (int, float)): optimizer.state[p][key] = value
 
 # %% ../nbs/11_checkpoint.ipynb #3668ab9c
+def load_tensors(
+    data: bytes,  # of torch's file format
+    device: torch.device | str = "cpu",
+) -> Any:
+    "Tensors and plain values from a file's content; an exception for anything else. Nothing in it is executed."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about the pickle that it then refuses
+        return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+
 def unpack_state(
     data: bytes,  # from `pack_state`
     name: str,  # for messages
@@ -151,19 +162,21 @@ def unpack_state(
     "Puts model, optimizer, scales and random generators back; InputError if the data are damaged or do not fit."
     device = next(model.parameters()).device
     try:
-        state = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        state = load_tensors(data, device)
         if "points" not in state: raise ValueError("another version of altgrad wrote it")
+        if type(state["step"]) is not int or not isinstance(state["extra"], dict): raise ValueError("its step or its extra values are damaged")
         _check_formats(model, state["formats"])
         load_plain_state(model, state["model"])
         load_points_state(model, state["points"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
             _restore_numbers(optimizer, saved)
+        _restore_random_state(state["random"], device)
     except pickle.UnpicklingError: raise InputError(f"checkpoint {name} cannot be used: it is damaged, or holds more than tensors") from None
+    except KeyError as e: raise InputError(f"checkpoint {name} cannot be used: it has no {e}") from None
     except Exception as e:
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise InputError(f"checkpoint {name} cannot be used: {reason}") from None
-    _restore_random_state(state["random"], device)
     return state["step"], state["extra"]
 
 def load_checkpoint(
@@ -194,6 +207,15 @@ def kept(
     return [e for e in entries if e in steps[-KEEP:] or e is best or e in odd[:MAX_ANOMALIES]]
 
 # %% ../nbs/11_checkpoint.ipynb #60ee81b5
+def _entry(given: Any) -> dict[str, Any]:
+    "An entry of a manifest; an exception for what `Checkpoints.save` never writes, a file that lies elsewhere for example."
+    entry = {key: given[key] for key in ("file", "step", "sha256", "val_loss", "anomaly")}
+    kind, sha = "step" if entry["anomaly"] is None else "anomaly", entry["sha256"]
+    types = type(entry["step"]) is int and isinstance(entry["anomaly"], (str, type(None))) and isinstance(sha, (str, type(None)))
+    if not types or entry["step"] < 0 or entry["file"] != f"{kind}-{entry['step']:08d}.pt": raise ValueError("not an entry")
+    if entry["val_loss"] is not None and not is_number(entry["val_loss"]): raise ValueError("not a loss")
+    return entry
+
 class _Manifest:
     "Which checkpoints a folder holds."
     def __init__(self, folder: Path | str): self.folder, self.manifest = Path(folder), Path(folder) / "manifest.json"
@@ -204,8 +226,8 @@ class _Manifest:
         return _by_name(self.folder) if listed is None else listed
 
     def _listed(self) -> list[dict[str, Any]] | None:
-        try: return [{k: e[k] for k in ("file", "step", "sha256", "val_loss", "anomaly")} for e in json.loads(self.manifest.read_bytes())]
-        except (OSError, ValueError, TypeError, KeyError): return None
+        try: return sorted(map(_entry, parse_json(read_small(self.manifest, LARGEST_RECORD))), key=lambda e: e["step"])
+        except (ValueError, TypeError, KeyError): return None
 
     def rewind(
         self,
@@ -251,7 +273,7 @@ class Checkpoints(_Manifest):
         while left:
             entry = left.pop()
             path = self.folder / entry["file"]
-            late = f"later than step {at_most}, where the metrics end" if entry["step"] > at_most else ""
+            late = f"later than step {at_most}, to which all is whole" if entry["step"] > at_most else ""
             fault, data = (late, b"") if late else _inspect(path, entry["sha256"])
             if not fault: return entry, data
             _say(f"checkpoint {path} is {fault}: " + (f"{left[-1]['file']} is next" if left else "the run begins again"))
@@ -264,7 +286,7 @@ def _inspect(path: Path, sha256: str | None) -> tuple[str, bytes]:
     try: data = path.read_bytes()
     except OSError as e: return f"not readable ({e.strerror})", b""
     if sha256 is not None: return ("" if _sha256(data) == sha256 else "damaged (its SHA-256 differs)"), data
-    try: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    try: load_tensors(data)
     except Exception: return "damaged (it cannot be read)", data
     return "", data
 

@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,12 @@ exit codes: 0 done, 1 a run ended early, 2 something in the request is wrong, 13
 # %% ../nbs/16_cli.ipynb #82424476
 class _OneLineParser(argparse.ArgumentParser):
     "Reports a usage error as one line."
-    def error(self, message: str): self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+    def error(self, message: str):
+        if len(message) > 200 or not message.isprintable():
+            from altgrad.formats import one_line
+
+            message = one_line(message, 200)
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 def _setting(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
@@ -163,11 +169,11 @@ def _formats(args: argparse.Namespace) -> int:
     "`altgrad formats [NAME]`"
     from altgrad.formats import FORMATS, InputError, get_format
 
-    if args.codes and not args.name: raise InputError("--codes shows the codes of one format; name it, as in altgrad formats E4M3 --codes")
+    if args.codes and args.name is None: raise InputError("--codes shows the codes of one format; name it, as in altgrad formats E4M3 --codes")
     if args.json:
-        facts = [format_facts(name, args.codes) for name in ([args.name] if args.name else FORMATS)]
-        print(json.dumps(facts[0] if args.name else facts), flush=True)
-    elif args.name: print(get_format(args.name).card(args.codes), flush=True)
+        facts = [format_facts(name, args.codes) for name in (FORMATS if args.name is None else [args.name])]
+        print(json.dumps(facts if args.name is None else facts[0]), flush=True)
+    elif args.name is not None: print(get_format(args.name).card(args.codes), flush=True)
     else: _list_formats()
     return 0
 
@@ -252,6 +258,7 @@ def _compare(args: argparse.Namespace) -> int:
 # %% ../nbs/16_cli.ipynb #4e101c44
 def _sweep(args: argparse.Namespace) -> int:
     "`altgrad sweep MATRIX`"
+    from altgrad.files import read_small
     from altgrad.formats import InputError
     from altgrad.instrument import Bench
     from altgrad.sweep import Sweep, compact, describe, read_matrix
@@ -261,9 +268,7 @@ def _sweep(args: argparse.Namespace) -> int:
     if args.executor == "ray" and args.workers: raise InputError("--workers is not for --executor ray; a Ray cluster has as many as it has CPUs")
     if args.replicas is not None and (args.executor != "batched" or args.replicas < 1): raise InputError("--replicas is at least 1, and for --executor batched")
     workers = args.workers or 1
-    try: text = Path(args.matrix).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e: raise InputError(f"cannot read the matrix {args.matrix}: {type(e).__name__}") from None
-    sweep = Sweep(read_matrix(text), args.out, Bench(args.checkpoints, dict(args.corpus)), args.accept)
+    sweep = Sweep(read_matrix(read_small(args.matrix)), args.out, Bench(args.checkpoints, dict(args.corpus)), args.accept)
     pool = _pool(args, sweep)
     sweep.build()
     if args.dry_run:
@@ -288,7 +293,9 @@ def _pool(args: argparse.Namespace, sweep: Any) -> Any:
         return Batches((b.folder, b.data, b.task, b.cache), args.replicas or {"cpu": 8, "cuda": 128}[device], args.workers or 1, device)
     from altgrad.cluster import RayWorkers
 
-    return RayWorkers(sweep, args.ray_address, gpus=args.ray_gpus)
+    workers = RayWorkers(sweep, args.ray_address, gpus=args.ray_gpus)
+    workers.check()
+    return workers
 
 def _max_lr(args: argparse.Namespace) -> int:
     "`altgrad max-lr FORMAT...`"
@@ -373,6 +380,13 @@ def _speaks() -> bool:
     "Whether this process prints what all of them have to say."
     return "altgrad.parallel" not in sys.modules or sys.modules["altgrad.parallel"].rank() == 0
 
+def _refuse_empty(args: argparse.Namespace) -> None:
+    "InputError for an argument that is empty text, as a variable of the shell that is not set gives."
+    from altgrad.formats import InputError
+
+    for name, value in vars(args).items():
+        if value == "" or isinstance(value, list) and "" in value: raise InputError(f"the argument {name!r} is empty")
+
 def _run(args: argparse.Namespace) -> int:
     "Runs the command; one line and exit code 2 where the request is wrong, 1 where the disk is full."
     from altgrad.checkpoint import WriteError
@@ -380,27 +394,51 @@ def _run(args: argparse.Namespace) -> int:
     from altgrad.parallel import ProcessLost
 
     try:
+        _refuse_empty(args)
         _join(args)
         return {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay,
                 "max-lr": _max_lr, "watch": _watch, "autopsy": _autopsy, "workspace": _workspace}[args.command](args)
     except InputError as e:
         early = isinstance(e, (WriteError, ProcessLost))
         hint = "; the same command goes on from the last checkpoint" if early else ""
-        if _speaks() or isinstance(e, ProcessLost): print(f"altgrad: {' '.join(str(e).split())}{hint}", file=sys.stderr)
+        if _speaks() or isinstance(e, ProcessLost): _say(f"{e}{hint}")
         return 1 if early else 2
+
+# %% ../nbs/16_cli.ipynb #69c1979e
+def _take_process() -> None:
+    "Takes over the signals and the streams of a process that is altgrad's own."
+    for s in _SIGNALS: signal.signal(s, _interrupt)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None: setattr(sys, name, open(os.devnull, "w"))  # it was closed
+        else: stream.reconfigure(errors="backslashreplace")
+
+def _drop(stream: Any) -> None:
+    "Sends what a stream still holds to nowhere, so that the end of the process does not fail on it."
+    with suppress(OSError, ValueError): os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+def _say(text: str, code: int = 0) -> int:
+    "Says one line on the error stream where that is possible; the exit code."
+    if len(text) > 291: text = f"{text[:190]} ... {text[-96:]}"
+    try: print(f"altgrad: {text}", file=sys.stderr, flush=True)
+    except OSError: _drop(sys.stderr)
+    return code
 
 # %% ../nbs/16_cli.ipynb #5fbb76db
 def main(
     argv: list[str] | None = None,  # the arguments, or None for those of the process
 ) -> int:  # the exit code
     "The `altgrad` command: one line and exit code 2 for a wrong request, 130 for Ctrl-C."
-    if argv is None:
-        for s in _SIGNALS: signal.signal(s, _interrupt)
-    args = make_parser().parse_args(argv)
-    try: return _run(args)
-    except KeyboardInterrupt:
-        if _speaks(): print("altgrad: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+    if argv is None: _take_process()
+    try: os.getcwd()  # torch's libraries end the process where it is gone
+    except OSError: return _say("the current folder is gone; change to another one", 2)
+    try:
+        try: return _run(make_parser().parse_args(argv))
+        finally: sys.stdout.flush()
+    except KeyboardInterrupt: return _say("interrupted; the same command goes on from the last checkpoint", 130) if _speaks() else 130
     except BrokenPipeError:  # the reader has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop(sys.stdout)
         return 0
+    except OSError as e:
+        _drop(sys.stdout)
+        return _say(f"cannot use {str(e.filename)[:150]!r}: {e.strerror}" if e.filename else f"cannot write the output: {e.strerror or e}", 2)

@@ -38,13 +38,13 @@ def _work_on_node(setup: tuple, run: str, arm: Arm, device: str | None) -> dict[
 def _knock(address: str) -> None:
     "InputError unless something listens there; Ray itself would try for minutes."
     host, _, port = address.rpartition(":")
-    if not host or "://" in address or not port.isdecimal(): raise InputError(f"a Ray address is HOST:PORT or auto, not {address!r}")
+    known = host and "://" not in address and port.isdecimal() and len(port) <= 5 and int(port) < 65536
+    if not known: raise InputError(f"a Ray address is HOST:PORT or auto, not {address!r}")
     try: socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-    except OSError as e: raise InputError(f"no Ray cluster at {address}: {e.strerror or e}") from None
+    except (OSError, UnicodeError) as e: raise InputError(f"no Ray cluster at {address}: {getattr(e, 'strerror', None) or e}") from None
 
 def _connect(ray: Any, address: str | None) -> None:
     "Joins a cluster, or starts one; InputError where that is not possible. Ray would take the signal that ends a job for itself."
-    if address not in (None, "auto"): _knock(address)
     ends = signal.getsignal(signal.SIGTERM)
     try: ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as e:
@@ -72,9 +72,16 @@ class RayWorkers:
         self.sweep, self.address, self.cpus, self.retries, self.gpus, self.device = of, address, cpus, retries, gpus, "cuda" if gpus else None
         self.setup = of.bench.folder.absolute(), {label: _absolute(data) for label, data in of.bench.data.items()}, of.bench.task, of.bench.cache
 
-    def __enter__(self) -> "RayWorkers":
-        try: import ray
+    def check(self) -> None:
+        "InputError where there is no Ray, or nobody listens at the address: known before anything is pretrained."
+        try: import ray  # noqa: F401
         except ModuleNotFoundError: raise InputError("--executor ray needs the package ray (pip install 'altgrad[ray]')") from None
+        if self.address not in (None, "auto"): _knock(self.address)
+
+    def __enter__(self) -> "RayWorkers":
+        self.check()
+        import ray
+
         self.ray, self.owner = ray, not ray.is_initialized()
         if self.owner: _connect(ray, self.address)
         there = ray.cluster_resources()

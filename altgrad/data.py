@@ -272,6 +272,8 @@ def _files(root: Path) -> list[tuple[str, Path]]:
     if not root.is_dir(): raise InputError(f"{str(root)!r} is neither a file nor a folder; allowed: path:<file or folder>")
     found = [(key, path) for key, path in _walk(root) if path.suffix.lower() in READERS]
     if not found: raise InputError(f"the folder {str(root)!r} holds no text; allowed: {', '.join(READERS)} files")
+    for _, path in found:
+        if path.exists() and not path.is_file(): raise InputError(f"{str(path)!r} is neither a file nor a folder; a pipe or a device cannot be read twice")
     return found
 
 def _unpacked(root: Path) -> Iterator[tuple[int, bytes]]:
@@ -358,13 +360,18 @@ def _lex_glue(name: str, splits: list) -> Iterator[tuple[int, bytes]]:
 LEX_GLUE = ("lex_glue/eurlex", "lex_glue/ecthr_a")
 CORPORA = ("stdlib", "path:<file or folder>", *LEX_GLUE, *(f"{name}@<folder>" for name in LEX_GLUE))
 
+def _expanded(path: str) -> Path:
+    "A path with the home folder in place of ~; InputError for the home of nobody."
+    try: return Path(path).expanduser()
+    except RuntimeError: raise InputError(f"no home folder for {path!r}") from None
+
 def _source(
     data: str,  # what the user wrote
 ) -> tuple[Documents, int | None]:  # the documents, and the boundary if the source is already split
     "Where the documents of `data` come from; InputError for what is not in the grammar."
     if data == "stdlib": return _stdlib, None
     kind, _, rest = str(data).partition(":")
-    if kind == "path" and rest: return partial(_path, Path(rest).expanduser()), None
+    if kind == "path" and rest: return partial(_path, _expanded(rest)), None
     name, at, folder = str(data).partition("@")
     if name not in LEX_GLUE or (at and not folder): raise unknown("corpus", data, CORPORA)
     name = name.removeprefix("lex_glue/")
@@ -562,7 +569,7 @@ def _rows(data: str) -> Callable[[], Iterator[tuple[str, dict]]]:
     "Yields the rows that `data` names anew for every pass, each with its place; InputError for what is not in the grammar."
     kind, _, rest = str(data).partition(":")
     if kind == "path" and rest:
-        tables = [(read, path) for _, path in _files(Path(rest).expanduser()) if (read := _TABLES.get(path.suffix.lower()))]
+        tables = [(read, path) for _, path in _files(_expanded(rest)) if (read := _TABLES.get(path.suffix.lower()))]
         if not tables: raise InputError(f"{rest!r} holds no documents with labels; allowed: .jsonl or .parquet with columns 'text' and 'labels'")
         return lambda: (row for read, path in tables for row in read(path))
     name, at, folder = str(data).partition("@")

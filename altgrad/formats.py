@@ -23,16 +23,18 @@ from torch import Tensor
 MESSAGE = 300  # characters of a message at most
 
 def one_line(
-    text: object,  # shown by `str`
-    width: int = MESSAGE,  # characters at most
+    text: object,  # anything, also what a stranger wrote
+    most: int = MESSAGE,  # characters
 ) -> str:
-    "A text without line breaks, with an ellipsis for its middle where it is longer than `width`."
-    line = " ".join(str(text).splitlines())
-    head = (width - 5) // 2
-    return line if len(line) <= width else f"{line[:head]} ... {line[head + 5 - width:]}"
+    "The text in one printable line; a long one keeps its beginning and its end."
+    line = str(text)
+    if len(line) > most: line = f"{line[: most * 2 // 3]} ... {line[-(most // 3 - 5) :]}"
+    line = " ".join(line.splitlines())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return line if len(line) <= most else one_line(line, most)
 
 class InputError(ValueError):
-    "What the user gave is wrong; the message, one line of at most `MESSAGE` characters, names the fault and what is allowed."
+    "What the user gave is wrong; the message is one line of at most `MESSAGE` characters that names the fault and what is allowed."
     def __init__(self, message: object): super().__init__(one_line(message))
 
 # %% ../nbs/00_formats.ipynb #3787e6b3
@@ -43,11 +45,11 @@ def unknown(
     cutoff: float = 0.6,  # how similar the guess must be, from 0 (name the nearest in any case) to 1
 ) -> InputError:  # the error, to be raised by the caller
     "An `InputError` for a name that does not exist; it lists what does and guesses what was meant."
-    allowed = list(allowed)
+    allowed, given = list(allowed), one_line(given, 100)
     lower = {name.lower(): name for name in allowed}
-    near = difflib.get_close_matches(str(given).lower(), lower, n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(given.lower(), lower, n=1, cutoff=cutoff)
     hint = f" (did you mean {lower[near[0]]}?)" if near else ""
-    return InputError(f"unknown {kind} {one_line(repr(str(given)), 80)}{hint}; allowed: {', '.join(allowed)}")
+    return InputError(f"unknown {kind} {given!r}{hint}; allowed: {', '.join(allowed)}")
 
 # %% ../nbs/00_formats.ipynb #ef6b2dec
 SPECIALS = ("none", "fn", "ieee", "fnuz", "p3109")

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from . import optim
 from .checkpoint import write_atomic
 from .data import Corpus, get_batch, load_corpus, validation_windows
+from .files import is_number
 from .formats import InputError, get_format, ulp, unknown
 from .model import GPT, GPTConfig, loss_of
 from .optim import PLACEMENTS, GridSGD, Madam, RiemannianAdamW, StiffnessAdamW
@@ -125,6 +126,22 @@ class Task:
     chunks: int = 32  # pieces of validation text, each about as long as one act
     windows: int = 16  # sequences validated in each piece
     every: int = 20  # updates between two measurements of what explains the loss
+
+    def __post_init__(self): _check_task(self)
+
+# %% ../nbs/14b_instrument.ipynb #35741ee3
+_TASK_RANGES = dict(steps=(1, 10**7), batch_size=(1, 2**16), warmup=(1, 10**7), chunks=(1, 10**6), windows=(1, 10**6), every=(1, 10**7),
+                    beta1=(0, 1), beta2=(0, 1), eps=(0, 1))  # from, to; the last three are below the second, and eps above the first
+
+def _check_task(task: Task) -> None:
+    "InputError for a value that no task can have."
+    for f in fields(task):
+        value, (low, high) = getattr(task, f.name), _TASK_RANGES[f.name]
+        whole = f.type in (int, "int")
+        if not is_number(value) or whole and type(value) is not int: raise InputError(f"task {f.name} must be a {'whole ' * whole}number, not {value!r}")
+        if not low <= value <= high or not whole and value == high or f.name == "eps" and value == 0:
+            raise InputError(f"task {f.name} must lie between {low} and {high:,}, not {value}")
+    if task.warmup > task.steps: raise InputError(f"task warmup must be at most steps, {task.steps}, not {task.warmup}")
 
 # %% ../nbs/14b_instrument.ipynb #17836f1f
 SPLITS = ("tune", "confirm")

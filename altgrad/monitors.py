@@ -13,8 +13,11 @@ __all__ = ['QUANTIZATION', 'UPDATES', 'GRADIENTS', 'SHADOW', 'ATTENTION', 'HEALT
            'plot_stiffness_field', 'plot_by_layer']
 
 # %% ../nbs/08_monitors.ipynb #0c894cce
+import hashlib
 import io
+import json
 import math
+import re
 import sys
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -27,7 +30,8 @@ from torch import Tensor, nn
 
 import altgrad.quantize as Q
 from .checkpoint import make_folder, remove_leftovers, write_atomic
-from .formats import COLORS, FP8Format, InputError, get_format, ulp, unit_in_first_place
+from .files import LARGEST_RECORD, parse_json, read_small
+from .formats import COLORS, FP8Format, InputError, get_format, one_line, ulp, unit_in_first_place
 from .geometry import code_coordinate
 from .model import attention_entropy
 from .parallel import largest, rank, total, world
@@ -744,54 +748,108 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 # %% ../nbs/08_monitors.ipynb #7e85a5aa
-def _write_parquet(path: Path, columns: dict[str, Any]) -> None:
-    "A table in one atomic file; strings and numbers that repeat take little room."
+def _write_parquet(path: Path, columns: dict[str, Any]) -> str:
+    "A table in one atomic file, and its hash; strings and numbers that repeat take little room."
     import pyarrow as pa
     import pyarrow.parquet as pq
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer, compression="zstd")
     write_atomic(path, buffer.getvalue())
+    return hashlib.sha256(buffer.getvalue()).hexdigest()
+
+# %% ../nbs/08_monitors.ipynb #47356ef1
+_PART = re.compile(r"(values|histograms)-(\d{8,})\.parquet")
+
+def _step_of(part: str) -> int:
+    "The last step of a part, from its name; -1 for another file."
+    match = _PART.fullmatch(part)
+    return int(match[2]) if match else -1
+
+def _listed(folder: Path) -> dict[str, str] | None:
+    "The parts of a folder with their hashes; None where there is no list, or a damaged one."
+    try: listed = parse_json(read_small(folder / "parts.json", LARGEST_RECORD))
+    except ValueError: return None
+    if not isinstance(listed, dict) or any(_step_of(part) < 0 or not isinstance(sha, str) for part, sha in listed.items()): return None
+    return dict(sorted(listed.items(), key=lambda item: _step_of(item[0])))
+
+def _part_fault(path: Path, sha: str) -> str:
+    "What is wrong with a listed part; empty if nothing is."
+    try: data = path.read_bytes()
+    except OSError as e: return f"not readable ({e.strerror})"
+    return "" if hashlib.sha256(data).hexdigest() == sha else "damaged (its SHA-256 differs)"
+
+# %% ../nbs/08_monitors.ipynb #064d9e32
+def _write_parts(folder: Path, waiting: "list[Measurement]") -> dict[str, str]:
+    "Writes measurements as parts named after the last one's step; the parts with their hashes."
+    rows = sorted((path, m.step, v) for m in waiting for path, v in m.values.items() if not math.isnan(v))
+    counts = sorted((path, m.step, v) for m in waiting for path, v in m.histograms.items() if path.split("/")[1] != "all")
+    path, step, value = zip(*rows) if rows else ((), (), ())
+    tables = {"values": {"path": path, "step": np.array(step, np.int32), "value": np.array(value, np.float32)}}
+    if counts:
+        path, step, value = zip(*counts)
+        tables["histograms"] = {"path": path, "step": np.array(step, np.int32), "counts": [v.astype(np.int32) for v in value]}
+    names = {kind: f"{kind}-{waiting[-1].step:08d}.parquet" for kind in tables}
+    return {name: _write_parquet(folder / name, tables[kind]) for kind, name in names.items()}
+
+def _first_fault(folder: Path) -> tuple[float, str]:
+    "Up to which step the parts of a folder are what was written, and the first fault; infinite and empty if all are."
+    listed = _listed(folder)
+    if listed is None: return 0, f"{folder / 'parts.json'} is missing or damaged"
+    for part, sha in listed.items():
+        before = max((step for step in map(_step_of, listed) if step < _step_of(part)), default=0)
+        if fault := _part_fault(folder / part, sha): return before, f"{folder / part} is {fault}"
+    return math.inf, ""
 
 # %% ../nbs/08_monitors.ipynb #ab0fca31
 class SeriesLog:
-    "Keeps the measurements of a run in `<folder>/values-<step>.parquet` and `histograms-<step>.parquet`, a part for each `flush`."
+    "Keeps the measurements of a run in `<folder>/values-<step>.parquet` and `histograms-<step>.parquet`, a part for each `flush`, listed in `parts.json`."
     def __init__(self, folder: Path | str):
         try: import pyarrow  # noqa: F401
         except ModuleNotFoundError: raise InputError("what monitors measure is stored with the package pyarrow (pip install pyarrow)") from None
         self.folder, self.waiting = Path(folder), []
+        self.listed = _listed(self.folder)
 
     def append(self, m: Measurement) -> None:
         "Takes a measurement, in memory."
         if m.values or m.histograms: self.waiting.append(m)
 
     def flush(self) -> None:
-        "Writes what was taken since the last flush as a part named after its last step; nothing if nothing was."
-        if not self.waiting: return
+        "Writes what was taken since the last flush as a part named after its last step; from the first flush on there is a list."
+        if not self.waiting and self.listed is not None: return
         make_folder(self.folder)
-        rows = sorted((path, m.step, v) for m in self.waiting for path, v in m.values.items() if not math.isnan(v))
-        counts = sorted((path, m.step, v) for m in self.waiting for path, v in m.histograms.items() if path.split("/")[1] != "all")
-        path, step, value = zip(*rows) if rows else ((), (), ())
-        _write_parquet(self.folder / f"values-{self.waiting[-1].step:08d}.parquet",
-                       {"path": path, "step": np.array(step, np.int32), "value": np.array(value, np.float32)})
-        if counts:
-            path, step, value = zip(*counts)
-            _write_parquet(self.folder / f"histograms-{self.waiting[-1].step:08d}.parquet",
-                           {"path": path, "step": np.array(step, np.int32), "counts": [v.astype(np.int32) for v in value]})
+        self._list((self.listed or {}) | (_write_parts(self.folder, self.waiting) if self.waiting else {}))
         self.waiting = []
+
+    def _list(self, parts: dict[str, str]) -> None:
+        write_atomic(self.folder / "parts.json", json.dumps(parts, indent=1) + "\n")
+        self.listed = parts
+
+    def whole_steps(self) -> float:  # 0 without a list, infinite where every part is what was written
+        "Up to which step nothing is damaged or missing; the first fault is named on the error stream."
+        before, fault = _first_fault(self.folder)
+        if fault: print(f"{fault}: what was measured after step {before} is measured again", file=sys.stderr, flush=True)
+        return before
 
     def keep(self, step: int) -> None:
         "Drops the parts after a step, and what waits; a continued run measures it again."
         self.waiting = []
         remove_leftovers(self.folder)
-        for part in self.folder.glob("*-*.parquet"):
-            if int(part.stem.rpartition("-")[2]) > step: part.unlink()
+        if self.listed is not None and any(_step_of(part) > step for part in self.listed):
+            self._list({part: sha for part, sha in self.listed.items() if _step_of(part) <= step})
+        for path in self.folder.glob("*.parquet"):
+            if _step_of(path.name) > step: path.unlink()
 
 # %% ../nbs/08_monitors.ipynb #cbc26a83
 def _read_parts(folder: Path | str, kind: str, column: str) -> Iterator[tuple[str, int, Any]]:
+    "The rows of one kind of part; InputError for a part that is damaged or missing."
     import pyarrow.parquet as pq
-    for part in sorted(Path(folder).glob(f"{kind}-*.parquet")):
-        table = pq.read_table(part)
-        yield from zip(table["path"].to_pylist(), table["step"].to_pylist(), table[column].to_pylist())
+    listed = _listed(Path(folder)) or {}
+    parts = {p.name for p in Path(folder).glob(f"{kind}-*.parquet") if _step_of(p.name) >= 0} | {p for p in listed if p.startswith(kind)}
+    for path in (Path(folder) / part for part in sorted(parts)):
+        if path.name in listed and (fault := _part_fault(path, listed[path.name])): raise InputError(f"{path} is {fault}")
+        try: rows = pq.read_table(path, columns=["path", "step", column]).to_pylist()
+        except Exception as e: raise InputError(f"{path} is damaged ({one_line(e, 100)})") from None
+        yield from (tuple(row.values()) for row in rows)
 
 def _by_path(rows: Iterable[tuple[str, int, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     found = {}

@@ -72,7 +72,7 @@ class StabilitySearch(Sweep):
         accept: Iterable[str] = (),  # see `Sweep`
     ):
         cells = tuple((replace(arm, lr=0.0), arm.lr) for arm in arms)
-        if any(not guess > 0 for _, guess in cells): raise InputError("a search begins at a learning rate above 0")
+        if any(not 0 < guess <= 1e100 for _, guess in cells): raise InputError("a search begins at a learning rate above 0 and at most 1e100")
         super().__init__(Matrix("stability", 0, cells, checkpoints, seeds, (), task=bench.task), out, bench, accept)
         self.repeats = list(zip(cycle(checkpoints), seeds))
 

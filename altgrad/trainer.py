@@ -8,7 +8,6 @@ __all__ = ['RULES', 'MAX_TOKENS', 'MAX_NONFINITE', 'ANOMALIES', 'TrainConfig', '
            'is_finished', 'Watch', 'evaluate']
 
 # %% ../nbs/13_trainer.ipynb #9db11c3c
-import io
 import math
 import os
 import statistics
@@ -25,8 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from .checkpoint import MAX_ANOMALIES, pack_state, seed_everything, unpack_state
+from .checkpoint import MAX_ANOMALIES, load_tensors, pack_state, seed_everything, unpack_state
 from .data import Corpus, LabelledCorpus, load_corpus, load_labelled
+from .files import read_yaml
 from .formats import InputError, get_format, unknown
 from .model import GPT, Classifier, label_scores, loss_from, loss_of, preset
 from .monitors import Monitors, SeriesLog, WeightMonitor, bit_histogram, compiles, memory_bytes
@@ -236,25 +236,12 @@ def make_config(
         if key not in _ANNOTATIONS: raise unknown("config key", key, _ANNOTATIONS, cutoff=0)
     return replace(base, **{key: _coerce(key, value) for key, value in values.items()})
 
-class _UniqueKeys(yaml.SafeLoader):
-    "YAML in which a key may stand once: PyYAML takes the last of two, silently."
-    def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1: raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
 def load_config(
     path: Path | str,  # a YAML file
 ) -> TrainConfig:
     "A config from YAML; the run is named after the file unless the file says otherwise. InputError in one line for every fault."
     path = Path(path)
-    try: values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
-    except OSError as e: raise InputError(f"cannot read {path}: {e.strerror}") from None
-    except UnicodeDecodeError: raise InputError(f"{path} is not UTF-8 text") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        mark = getattr(e, "problem_mark", None)
-        raise InputError(f"{path} is not valid YAML{f' (line {mark.line + 1})' if mark else ''}: {getattr(e, 'problem', e)}") from None
+    values = read_yaml(path)
     if not isinstance(values, (dict, type(None))): raise InputError(f"{path} must hold 'key: value' lines, not a {type(values).__name__}")
     return make_config({"name": path.stem, **(values or {})})
 
@@ -437,8 +424,12 @@ def _finish(trainer: Trainer, start: int, reason: str) -> dict[str, Any]:
     return trainer.folder.record()
 
 def _finished(trainer: Trainer) -> dict[str, Any] | None:
-    "The record of this very run, if it is finished already; InputError if the folder is not for it."
-    return record if trainer.folder.check(asdict(trainer.config)) and is_finished(record := trainer.folder.record()) else None
+    "The record of this very run, if it is finished already and all that was logged is there; InputError if the folder is not for it."
+    if not trainer.folder.check(asdict(trainer.config)) or not is_finished(record := trainer.folder.record()): return None
+    series, steps = trainer.watch.series, trainer.folder.whole_steps()
+    if steps < record.get("steps", 0): print(f"{trainer.folder.metrics_file} is whole to step {steps} only: going on from there", file=sys.stderr, flush=True)
+    elif not series or series.listed is None or series.whole_steps() == math.inf: return record
+    return None
 
 def _gave_up(trainer: Trainer, e: BaseException) -> None:
     "Says in the record why the run ended before its time."
@@ -458,11 +449,11 @@ def _blemish(results: dict[str, Any]) -> str:
 
 def succeeded(record: dict[str, Any]) -> bool:
     "Whether a run made all its steps and has a validation loss."
-    return record.get("exit_reason", "").startswith("finished") and record["results"]["val_loss"] is not None
+    return record.get("exit_reason", "").startswith("finished") and record.get("results", {}).get("val_loss") is not None
 
 def is_finished(record: dict[str, Any]) -> bool:
-    "Whether a run made all its steps, or stopped for a reason that would stop it again."
-    return record.get("exit_reason", "").startswith(("finished", "stopped"))
+    "Whether a run made all its steps, or stopped for a reason that would stop it again, and has its results."
+    return record.get("exit_reason", "").startswith(("finished", "stopped")) and "val_loss" in record.get("results", {})
 
 # %% ../nbs/13_trainer.ipynb #93f27113
 class _Kept:
@@ -501,7 +492,7 @@ class _Kept:
 
     def restore_formats(self, checkpoint: bytes) -> None:
         "Gives the model the formats that interventions had given it when the checkpoint was made; before it is loaded."
-        try: state = torch.load(io.BytesIO(checkpoint), map_location=self.device, weights_only=True)["extra"]["watch"]
+        try: state = load_tensors(checkpoint, self.device)["extra"]["watch"]
         except Exception: return  # loading it will say what is wrong
         self.interventions.load_state_dict(state["interventions"])
 
@@ -733,24 +724,34 @@ def _build(trainer: Trainer) -> None:
 # %% ../nbs/13_trainer.ipynb #73571d67
 def _start(trainer: Trainer) -> int:
     "Makes the folder, or takes up the checkpoint in it and drops what was written after it; the number of updates already made."
-    start, extra, (again, found) = 0, {}, first(_found, trainer)
+    start, (again, found) = 0, first(_found, trainer)
     if trainer.finished_steps or again: _build(trainer)
     seed_everything(trainer.config.seed)
     if found:
         if trainer.config.interventions: trainer.watch.restore_formats(found[1])
         start, extra = unpack_state(found[1], found[0]["file"], trainer.model, trainer.optimizers)
-        trainer.seconds, trainer.skipped = extra["seconds"], extra["skipped"]
-        trainer.watch.load_state_dict(extra.get("watch"))
+        _take_up(trainer, found[0], start, extra)
     first(_rewind, trainer, start)
     trainer.watch.go_on(start)
     if rank() == 0: _write_record(trainer, "running")
     return start
 
+def _take_up(trainer: Trainer, entry: dict[str, Any], start: int, extra: dict[str, Any]) -> None:
+    "Takes over what a checkpoint says of the run; InputError where that is not this run's."
+    try:
+        if start != entry["step"]: raise ValueError(f"it is of step {start}")
+        trainer.seconds, trainer.skipped = float(extra["seconds"]), int(extra["skipped"])
+        trainer.watch.load_state_dict(extra.get("watch"))
+    except KeyError as e: raise InputError(f"checkpoint {entry['file']} cannot be used: it has no {e}") from None
+    except Exception as e: raise InputError(f"checkpoint {entry['file']} cannot be used: {first_line(e)}") from None
+
 def _found(trainer: Trainer) -> tuple[bool, tuple[dict[str, Any], bytes] | None]:
     "Makes the folder; whether there were checkpoints in it, and the newest one that can be used."
     trainer.folder.create(trainer.config.to_yaml())
-    checkpoints = trainer.folder.checkpoints
-    return bool(checkpoints.entries()), checkpoints.newest(trainer.folder.whole_steps())
+    checkpoints, series = trainer.folder.checkpoints, trainer.watch.series
+    whole: float = trainer.folder.whole_steps()
+    if series and checkpoints.entries(): whole = min(whole, series.whole_steps())
+    return bool(checkpoints.entries()), checkpoints.newest(whole)
 
 def _rewind(trainer: Trainer, start: int) -> None:
     "Drops what was written after a step."

@@ -370,6 +370,55 @@ def test_damage_is_named_and_survived(data, tmp_path, whole):
     assert_same(tmp_path / "cut", whole())
 
 
+def series_of(folder: Path) -> dict:
+    "The measurements of every layer, as the files have them; memory and time are left out."
+    import pyarrow.parquet as pq
+    rows = [(kind, r["path"], r["step"], str(r[column])) for kind, column in (("values", "value"), ("histograms", "counts"))
+            for part in folder.glob(f"series/{kind}-*.parquet") for r in pq.read_table(part).to_pylist()]
+    assert len({row[:3] for row in rows}) == len(rows), "a measurement is there twice"
+    return {row[:3]: row[3] for row in rows}
+
+
+MONITORED = dict(monitor_every=1)
+
+
+@pytest.fixture(scope="module")
+def cut_series(data, tmp_path_factory):
+    "A monitored run that was killed after its seventh step, and the series of one that was left alone."
+    out = tmp_path_factory.mktemp("series")
+    assert live({**SMALL, **MONITORED, "name": "whole"}, out, data) == 0
+    assert live({**SMALL, **MONITORED, "name": "cut"}, out, data, wound=("call", "_update", 8)) == -signal.SIGKILL
+    return out
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete", "delete all", "nothing"])
+def test_damaged_series_are_measured_again(data, tmp_path, cut_series, damage):
+    shutil.copytree(cut_series / "cut", tmp_path / "cut")
+    part = sorted((tmp_path / "cut/series").glob("values-*.parquet"))[0]
+    content = part.read_bytes()
+    if damage == "flip": part.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
+    if damage == "cut": part.write_bytes(content[: len(content) // 2])
+    if damage == "delete": part.unlink()
+    if damage == "delete all": shutil.rmtree(tmp_path / "cut/series")
+    if damage not in ("nothing", "delete all"):
+        from altgrad.autopsy import autopsy
+        with pytest.raises(InputError, match=part.name): autopsy(tmp_path / "cut")
+    assert live({**SMALL, **MONITORED, "name": "cut"}, tmp_path, data) == 0
+    assert series_of(tmp_path / "cut") == series_of(cut_series / "whole")
+    again = (tmp_path / "cut/checkpoints").glob("*.aside")
+    assert bool(list(again)) == (damage != "nothing")  # what was whole is not trained again
+
+
+def test_a_manifest_cannot_name_a_file_outside(data, tmp_path):
+    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "_update", 8)) == -signal.SIGKILL
+    run, victim = RunFolder(tmp_path / "cut"), tmp_path / "victim.pt"
+    victim.write_text("mine")
+    entries = run.checkpoints.entries()
+    run.checkpoints.manifest.write_text(json.dumps([*entries[:-1], {**entries[-1], "file": "../../victim.pt"}]))
+    assert live({**SMALL, "name": "cut"}, tmp_path, data) == 0
+    assert victim.read_text() == "mine" and not list(tmp_path.glob("*.aside"))
+
+
 def test_an_anomaly_leaves_a_checkpoint_with_its_batches(data, tmp_path):
     from altgrad.data import get_batch, load_corpus
     assert live({**SMALL, "name": "wild", "lr": 1e30, "warmup_steps": 0}, tmp_path, data) == 0
