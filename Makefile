@@ -14,7 +14,7 @@ help: ## list the targets
 
 # .ci/first_light.py reads this line: what it measures and checks is what a newcomer runs.
 DEMO := compare e7m0_fp8 e7m0_fp8:storage=grid_nearest e7m0_fp8:storage=grid_stochastic --seeds 3 \
-  --set max_steps=150 --set batch_size=8 --set lr=1e-3
+  --set max_steps=150 --set batch_size=8 --set lr=1e-3 --set compute_dtype=float32
 demo: $(INSTALLED) ## train with 8-bit weights, with and without an FP32 copy of them, and compare in runs/demo
 	$(BIN)/altgrad $(DEMO) --out runs/demo
 
