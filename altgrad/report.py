@@ -111,12 +111,18 @@ def number_text(value: Any) -> str:
     return f"{'' if mantissa == 0.5 else f'{2 * mantissa:g} x '}2^{exponent - 1}"
 
 # %% ../nbs/15_report.ipynb #9d5846cd
-_LINES = ("-", "--", ":", "-.")
+_LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
 
 def _looks(result: Comparison) -> list[dict[str, Any]]:
-    "A colour for the format of each arm, and another line for each further arm of that format."
-    formats = [arm["config"]["format"] or "none" for arm in result.arms]
-    return [{"color": COLORS.get(name, "black"), "ls": _LINES[formats[:i].count(name) % len(_LINES)]} for i, name in enumerate(formats)]
+    "A colour for the format of each arm; further arms of a format are lighter, with another line and another marker."
+    from matplotlib.colors import to_rgb
+
+    formats, looks = [arm["config"]["format"] or "none" for arm in result.arms], []
+    for i, name in enumerate(formats):
+        before = formats[:i].count(name)
+        color = tuple(1 - (1 - part) * 0.65**before for part in to_rgb(COLORS.get(name, "black")))
+        looks.append({"color": color, "ls": _LINES[before % len(_LINES)], "marker": _MARKERS[before % len(_MARKERS)]})
+    return looks
 
 def _by_value(counts: list[int], name: str) -> list[int]:
     "A bit histogram reordered from the most negative value to the most positive."
@@ -131,19 +137,19 @@ def finding(result: Comparison) -> str:
     others = [row for row in result.rows() if not row["is_baseline"] and row["gap_nats"] is not None]
     shown = [f"{row['name']} by {row['gap_nats']:+.3f}" for row in others if not row["within_noise"]]
     if not shown: return f"No arm is shown to differ from {base} ({len(result.seeds)} seeds)"
-    return f"{len(shown)} of {len(others)} arms differ from {base} by more than noise ({len(result.seeds)} seeds): {', '.join(shown)} nats"
+    return f"{len(shown)} of {len(others)} arms {'differs' if len(shown) == 1 else 'differ'} from {base} by more than noise ({len(result.seeds)} seeds): {', '.join(shown)} nats"
 
 # %% ../nbs/15_report.ipynb #8726396a
 def _plot_losses(ax: Any, result: Comparison) -> None:
     "The losses of the first seed as logged."
     for arm, look in zip(result.arms, _looks(result)):
         loss = [math.nan if value is None else value for value in arm["loss"]]
-        ax.plot(range(1, len(loss) + 1), loss, lw=0.8, label=arm["config"]["name"], **look)
+        ax.plot(range(1, len(loss) + 1), loss, lw=0.8, label=arm["config"]["name"], **look, markevery=[])
         val = [(step, loss) for step, loss, _ in arm["val"] if loss is not None]
-        if val: ax.plot(*zip(*val), "o", ms=4, color=look["color"])
+        if val: ax.plot(*zip(*val), look["marker"], ms=4, color=look["color"])
     ax.axhline(result.bigram_entropy, color="0.6", lw=1, ls="--")
     ax.text(len(result.baseline["loss"]) * 0.02, result.bigram_entropy, "bigram entropy", va="bottom", fontsize=8, color="0.4")
-    ax.set_title(f"training loss as logged, dots: validation; seed {result.seeds[0]}", fontsize=9)
+    ax.set_title(f"training loss as logged, markers: validation; seed {result.seeds[0]}", fontsize=9)
     ax.set_xlabel("step")
     ax.set_ylabel("nats per token")
     ax.legend(frameon=False, fontsize=8)
@@ -162,7 +168,7 @@ def _plot_gaps(ax: Any, result: Comparison) -> None:
         if not gaps: continue
         means = [gap["gap_nats"] for _, gap in gaps]
         ends = [[gap["gap_nats"] - gap["gap_low"] for _, gap in gaps], [gap["gap_high"] - gap["gap_nats"] for _, gap in gaps]]
-        ax.errorbar([step + gaps[-1][0] * 0.01 * place for step, _ in gaps], means, ends, marker="o", ms=4, lw=1, capsize=2, **look)
+        ax.errorbar([step + gaps[-1][0] * 0.01 * place for step, _ in gaps], means, ends, ms=4, lw=1, capsize=2, **look)
     ax.set_title(f"validation loss minus that of {result.baseline['config']['name']}\nwith 95 % intervals, {len(result.seeds)} seeds", fontsize=9)
     ax.set_xlabel("step")
 

@@ -5,20 +5,21 @@ import re
 import subprocess
 from pathlib import Path
 
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
 from altgrad.experiment import Comparison
 
 NBS = Path(__file__).resolve().parent.parent / "nbs"
-COMPARISONS = sorted((NBS / "results").glob("first_light*.json"))
+COMPARISONS = [NBS / "results" / name for name in ("first_light.json", "first_light_storage.json")]
 
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda p: p.name)
 def test_a_stored_comparison_names_its_circumstances(path):
     result = Comparison.load(path)
     assert len(result.arms) >= 2
-    for arm in result.arms:
+    for arm in [run for arms in (result.arms, *result.further) for run in arms]:
         record = arm["record"]
         assert record["seed"] == arm["config"]["seed"] and record["machine"]["cpu"] and record["versions"]["torch"]
         assert len(record["corpus"]["hash"]) == 64 and len(record["git_commit"]) == 40, "run it on a clean commit"
@@ -40,11 +41,70 @@ def test_results_are_of_commits_of_this_history():
     assert sum(map(bool, named.values())) > 10 and {name: gone for name, these in named.items() if (gone := these - history)} == {}
 
 
-def test_the_demo_learnt_more_than_pairs_of_bytes():
+@pytest.fixture
+def first_light() -> tuple[dict, pd.DataFrame, str]:
+    "The stored bounds of the README's first table, the losses they come from, one a setting, seed and arm, and that table."
+    stored = json.loads((NBS / "results/first_light_settings.json").read_text(encoding="utf-8"))
+    rows = [(setting, seed, arm, loss) for setting, s in stored["settings"].items() for arm, losses in s["losses"].items()
+            for seed, loss in zip(s["seeds"], losses, strict=True)]
+    frame = pd.DataFrame(rows, columns=["setting", "seed", "arm", "loss"])
+    base = frame[frame.arm == "e7m0_fp8"].set_index(["setting", "seed"]).loss
+    frame["gap"] = frame.loss - base.reindex(frame.set_index(["setting", "seed"]).index).to_numpy()
+    text = (NBS.parent / "README.md").read_text(encoding="utf-8")
+    return stored, frame, text[text.index("## First light") : text.index("## Run it")]
+
+
+def moves(frame: pd.DataFrame, key: str) -> pd.DataFrame:
+    "How far the mean of each arm lies from that of the machine as it is: a row a setting, a column an arm."
+    means = frame.pivot_table(index="setting", columns="arm", values=key)
+    return (means - means.loc["as_is"]).abs().drop(index="as_is")
+
+
+def of_seeds(frame: pd.DataFrame, key: str) -> pd.Series:
+    "What three other seeds may do to the mean of three (95 %), by the spread of these: 4.3027 is Student's t for two degrees of freedom."
+    return 4.302653 * (2 / 3) ** 0.5 * frame[frame.setting == "as_is"].groupby("arm")[key].std()
+
+
+def test_the_first_table_says_what_was_measured_and_how_far_it_may_differ(first_light):
+    stored, frame, text = first_light
+    here = frame[frame.setting == "as_is"].groupby("arm")[["loss", "gap"]].mean()
+    assert set(frame.groupby(["setting", "arm"]).seed.apply(tuple)) == {(42, 43, 44)} and frame.setting.nunique() >= 4
+    for arm in here.index:
+        row = next(line for line in text.splitlines() if line.startswith(f"| {arm} |"))
+        gap = "baseline" if arm == "e7m0_fp8" else f"{here.gap[arm]:+.4f}"
+        assert f"| {here.loss[arm]:.4f} | {gap} |" in row
+        for key, name in (("loss", "val_loss"), ("gap", "gap_nats")):
+            exact = max(2 * moves(frame, key)[arm].max(), of_seeds(frame, key)[arm])
+            assert exact <= stored["bounds"][arm][name] < exact + 0.01 + 1e-9
+        assert f"loss ± {stored['bounds'][arm]['val_loss']:.2f}" in row and (arm == "e7m0_fp8" or f"gap ± {stored['bounds'][arm]['gap_nats']:.2f} |" in row)
+
+
+def test_the_bounds_without_a_setting_hold_in_that_setting(first_light):
+    _, frame, _ = first_light
+    for key in ("loss", "gap"):
+        moved, seeds = moves(frame, key), of_seeds(frame, key)
+        for setting in moved.index:
+            bound = (2 * moved.drop(index=setting).max()).combine(seeds, max)
+            assert (moved.loc[setting] <= bound.clip(lower=0.01)).all(), (key, setting)
+
+
+def test_what_the_demo_shows_holds_in_every_setting(first_light):
+    stored, frame, _ = first_light
+    means = frame.pivot_table(index="setting", columns="arm", values="gap")
+    spread = frame.pivot_table(index="setting", columns="arm", values="gap", aggfunc="std") * 4.302653 / 3**0.5
+    nearest = "e7m0_fp8_grid_nearest"
+    assert ((means - spread)[nearest] > 0.05).all(), "rounding to nearest loses by more than noise"
+    assert means.loc["as_is", nearest] - stored["bounds"][nearest]["gap_nats"] > 0.05, "and so it does wherever the bounds hold"
+
+
+def test_the_stored_demo_is_what_make_demo_runs():
     result = Comparison.load(NBS / "results/first_light.json")
-    assert result.baseline["config"]["name"] == "bf16_baseline"
-    assert result.baseline["record"]["results"]["val_loss"] < result.bigram_entropy < result.unigram_entropy
-    assert [arm["config"]["format"] for arm in result.arms] == ["bfloat16", "E5M2", "E3M4", "E7M0"]
+    assert [(arm["config"]["format"], arm["config"]["storage"]) for arm in result.arms] == [("E7M0", s) for s in ("master", "grid_nearest", "grid_stochastic")]
+    assert result.seeds == [42, 43, 44] and all(row["val_loss"] < result.unigram_entropy for row in result.rows())
+    stored = json.loads((NBS / "results/first_light_settings.json").read_text(encoding="utf-8"))
+    makefile = (NBS.parent / "Makefile").read_text(encoding="utf-8").replace("\\\n  ", "")
+    assert f"DEMO := {stored['command']}\n" in makefile
+    assert stored["settings"]["as_is"]["losses"] == {row["name"]: row["val_losses"] for row in result.rows()}
 
 
 def test_the_figure_at_the_top_is_the_one_of_the_answer():
