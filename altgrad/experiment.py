@@ -96,6 +96,8 @@ def with_seeds(
     return [configs] + [[replace(c, seed=c.seed + k, name=f"{c.name}_seed{c.seed + k}") for c in configs] for k in range(1, seeds)]
 
 # %% ../nbs/14_experiment.ipynb #a1c0de09
+_NO_GAP = dict.fromkeys(("gap_nats", "gap_low", "gap_high", "within_noise"))
+
 def paired_gap(
     losses: list[float | None],  # of an arm, one a seed; None where a run has no loss
     base: list[float | None],  # of the baseline, in the same order
@@ -104,7 +106,7 @@ def paired_gap(
     from scipy.stats import t as student_t
 
     differences = [a - b for a, b in zip(losses, base, strict=True) if a is not None and b is not None]
-    if len(differences) < max(2, len(losses)): return dict.fromkeys(("gap_nats", "gap_low", "gap_high", "within_noise"))
+    if len(differences) < max(2, len(losses)): return dict(_NO_GAP)
     mean, spread = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
     half = float(student_t.ppf(0.975, len(differences) - 1)) * spread
     return {"gap_nats": mean, "gap_low": mean - half, "gap_high": mean + half, "within_noise": mean - half <= 0 <= mean + half}
@@ -151,7 +153,8 @@ def _results(runs: list[dict[str, Any]], key: str) -> list[float | None]:
 
 def _mean(values: list[float | None]) -> float | None:
     "The mean, or None where a run has no such number: without it the others would stand for all."
-    return statistics.fmean(values) if None not in values else None
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
 
 def _exit_reason(runs: list[dict[str, Any]]) -> str:
     "Why the runs of an arm ended; each by its name where they differ."
@@ -162,10 +165,11 @@ def _exit_reason(runs: list[dict[str, Any]]) -> str:
 def _row(result: Comparison, arm: dict[str, Any]) -> dict[str, Any]:
     runs = result.runs(arm)
     losses, base = _results(runs, "val_loss"), _results(result.runs(result.baseline), "val_loss")
-    loss = _mean(losses)
+    loss, is_baseline = _mean(losses), arm is result.baseline
+    gap = _NO_GAP if is_baseline else paired_gap(losses, base)
     return {"name": arm["config"]["name"], "format": arm["config"]["format"] or "none", "val_loss": loss,
             "val_perplexity": None if loss is None else perplexity(loss), "val_losses": losses, "seeds": result.seeds,
-            "is_baseline": arm is result.baseline, **paired_gap(losses, base),
+            "is_baseline": is_baseline, **gap,
             **{key: _mean(_results(runs, key)) for key in ("tokens_per_s", "overflow_rate", "underflow_rate", "bit_stall_rate")},
             "exit_reason": _exit_reason(runs)}
 

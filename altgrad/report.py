@@ -137,7 +137,8 @@ def finding(result: Comparison) -> str:
     others = [row for row in result.rows() if not row["is_baseline"] and row["gap_nats"] is not None]
     shown = [f"{row['name']} by {row['gap_nats']:+.3f}" for row in others if not row["within_noise"]]
     if not shown: return f"No arm is shown to differ from {base} ({len(result.seeds)} seeds)"
-    return f"{len(shown)} of {len(others)} arms {'differs' if len(shown) == 1 else 'differ'} from {base} by more than noise ({len(result.seeds)} seeds): {', '.join(shown)} nats"
+    verb = "differs" if len(shown) == 1 else "differ"
+    return f"{len(shown)} of {len(others)} arms {verb} from {base} by more than noise ({len(result.seeds)} seeds): {', '.join(shown)} nats"
 
 # %% ../nbs/15_report.ipynb #8726396a
 def _plot_losses(ax: Any, result: Comparison) -> None:
