@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 # %% ../nbs/16_cli.ipynb #5724e35d
-_EPILOG = """\
+_CONFIGS = """\
 configs
   A CONFIG is the path of a YAML file, or the name of a packaged config: bf16_baseline,
   and <format>_fp8 for each of the eight formats E0M7 ... E7M0, for example e4m3_fp8.
@@ -35,7 +35,10 @@ seeds of a comparison
   initial weights and batches. The run of the first seed is named <name>, that of seed 43 <name>_seed43. The table then
   has the mean gap to the baseline (the first bfloat16 arm, or the first arm) in nats, with its 95 % t interval over the seeds;
   "within noise" says that the interval includes zero. With one seed no gap is shown.
+"""
 
+# %% ../nbs/16_cli.ipynb #a1c0de31
+_EPILOG = _CONFIGS + """
 examples
   altgrad formats                                  all formats, one line each
   altgrad formats E5M2                             one format's facts; with --codes the value of every code too

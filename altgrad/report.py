@@ -155,6 +155,7 @@ def _plot_losses(ax: Any, result: Comparison) -> None:
     ax.set_ylabel("nats per token")
     ax.legend(frameon=False, fontsize=8)
 
+# %% ../nbs/15_report.ipynb #a1c0de25
 def _val_gaps(result: Comparison, arm: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     "The gap to the baseline at each evaluation that all seeds have."
     runs, base = ([{step: loss for step, loss, _ in run["val"]} for run in result.runs(of)] for of in (arm, result.baseline))
