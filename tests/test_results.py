@@ -3,6 +3,7 @@ import base64
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -55,9 +56,9 @@ def first_light() -> tuple[dict, pd.DataFrame, str]:
 
 
 def moves(frame: pd.DataFrame, key: str) -> pd.DataFrame:
-    "How far the mean of each arm lies from that of the machine as it is: a row a setting, a column an arm."
-    means = frame.pivot_table(index="setting", columns="arm", values=key)
-    return (means - means.loc["as_is"]).abs().drop(index="as_is")
+    "How far each arm moves from the machine as it is, mean of the seeds that a setting has: a row a setting, a column an arm."
+    wide = frame.pivot_table(index=["setting", "seed"], columns="arm", values=key)
+    return (wide - wide.loc["as_is"].reindex(wide.index, level="seed")).groupby("setting").mean().abs().drop(index="as_is")
 
 
 def of_seeds(frame: pd.DataFrame, key: str) -> pd.Series:
@@ -68,7 +69,7 @@ def of_seeds(frame: pd.DataFrame, key: str) -> pd.Series:
 def test_the_first_table_says_what_was_measured_and_how_far_it_may_differ(first_light):
     stored, frame, text = first_light
     here = frame[frame.setting == "as_is"].groupby("arm")[["loss", "gap"]].mean()
-    assert set(frame.groupby(["setting", "arm"]).seed.apply(tuple)) == {(42, 43, 44)} and frame.setting.nunique() >= 4
+    assert frame.groupby("setting").seed.nunique().to_dict() == {"as_is": 3, "aten_default": 3, "mkl_compatible": 1, "two_threads": 1}
     for arm in here.index:
         row = next(line for line in text.splitlines() if line.startswith(f"| {arm} |"))
         gap = "baseline" if arm == "e7m0_fp8" else f"{here.gap[arm]:+.4f}"
@@ -90,11 +91,11 @@ def test_the_bounds_without_a_setting_hold_in_that_setting(first_light):
 
 def test_what_the_demo_shows_holds_in_every_setting(first_light):
     stored, frame, _ = first_light
-    means = frame.pivot_table(index="setting", columns="arm", values="gap")
-    spread = frame.pivot_table(index="setting", columns="arm", values="gap", aggfunc="std") * 4.302653 / 3**0.5
-    nearest = "e7m0_fp8_grid_nearest"
-    assert ((means - spread)[nearest] > 0.05).all(), "rounding to nearest loses by more than noise"
-    assert means.loc["as_is", nearest] - stored["bounds"][nearest]["gap_nats"] > 0.05, "and so it does wherever the bounds hold"
+    nearest = frame[frame.arm == "e7m0_fp8_grid_nearest"].groupby("setting").gap.agg(["mean", "std", "count", "min"])
+    assert (nearest["min"] > 0.1).all(), "rounding to nearest loses with every seed in every setting"
+    three = nearest[nearest["count"] == 3]
+    assert len(three) == 2 and (three["mean"] - 4.302653 / 3**0.5 * three["std"] > 0.05).all(), "and by more than noise"
+    assert nearest["mean"]["as_is"] - stored["bounds"]["e7m0_fp8_grid_nearest"]["gap_nats"] > 0.05, "and so it does wherever the bounds hold"
 
 
 def test_the_stored_demo_is_what_make_demo_runs():
@@ -105,6 +106,17 @@ def test_the_stored_demo_is_what_make_demo_runs():
     makefile = (NBS.parent / "Makefile").read_text(encoding="utf-8").replace("\\\n  ", "")
     assert f"DEMO := {stored['command']}\n" in makefile
     assert stored["settings"]["as_is"]["losses"] == {row["name"]: row["val_losses"] for row in result.rows()}
+
+
+@pytest.mark.parametrize("change, code, words", [(lambda r: None, 0, "holds"), (lambda r: r["further"].pop(), 2, "other runs"),
+                                                (lambda r: r["further"][0][1]["record"]["results"].update(val_loss=2.3), 1, "OUTSIDE"),
+                                                (lambda r: r["arms"][0]["record"]["results"].update(val_loss=None), 1, "none, README")])
+def test_a_demo_is_checked_against_the_bounds(tmp_path, change, code, words):
+    changed = json.loads((NBS / "results/first_light.json").read_text(encoding="utf-8"))
+    change(changed)
+    (tmp_path / "comparison.json").write_text(json.dumps(changed))
+    done = subprocess.run([sys.executable, NBS.parent / ".ci/first_light.py", "check", tmp_path], capture_output=True, text=True)
+    assert done.returncode == code and words in done.stdout + done.stderr, done.stderr
 
 
 def test_the_figure_at_the_top_is_the_one_of_the_answer():
