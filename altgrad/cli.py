@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 # %% ../nbs/16_cli.ipynb #5724e35d
-_EPILOG = """\
+_CONFIGS = """\
 configs
   A CONFIG is the path of a YAML file, or the name of a packaged config: bf16_baseline,
   and <format>_fp8 for each of the eight formats E0M7 ... E7M0, for example e4m3_fp8.
@@ -28,7 +28,18 @@ configs
       max_steps: 1000
 
   Every run writes its full config to <out>/<name>/config.yaml: a good file to start from.
+  A config with settings of its own, CONFIG:KEY=VALUE,KEY=VALUE, needs no file: e4m3_fp8:storage=grid_nearest
+  is e4m3_fp8 with that storage, and its run is named e4m3_fp8_grid_nearest (or by name=...).
 
+seeds of a comparison
+  With --seeds N every arm is trained with the config's seed and the N - 1 seeds after it; in one seed all arms have the same
+  initial weights and batches. The run of the first seed is named <name>, that of seed 43 <name>_seed43. The table then
+  has the mean gap to the baseline (the first bfloat16 arm, or the first arm) in nats, with its 95 % t interval over the seeds;
+  "within noise" says that the interval includes zero. With one seed no gap is shown.
+"""
+
+# %% ../nbs/16_cli.ipynb #a1c0de31
+_EPILOG = _CONFIGS + """
 examples
   altgrad formats                                  all formats, one line each
   altgrad formats E5M2                             one format's facts; with --codes the value of every code too
@@ -38,7 +49,8 @@ examples
   altgrad train my.yaml --set task=multilabel --set data=path:acts.jsonl     labels of documents: rows with 'text' and 'labels'
   altgrad train my.yaml --set compile=on           training passes by torch.compile; off without CUDA unless set
   torchrun --nproc-per-node 2 --no-python altgrad train my.yaml     in two processes, each with half of every batch
-  altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 e7m0_fp8
+  altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 e7m0_fp8 --seeds 4
+  altgrad compare e4m3_fp8 e4m3_fp8:storage=grid_nearest e4m3_fp8:storage=grid_stochastic --seeds 3
   altgrad compare bf16_baseline e4m3_fp8 --set data=path:my.txt --set max_steps=60 --out runs/mine
   altgrad watch runs/e4m3_fp8                      follow a run, or the ledger of a sweep, while it goes on
   altgrad autopsy runs/e4m3_fp8                    what went wrong, in order of time; draws it into the run's folder
@@ -135,7 +147,9 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, words, many in (("train", "train one config", False), ("compare", "train several configs that differ in their format, and compare them", True)):
         p = commands.add_parser(name, help=words, description=words, epilog=_EPILOG, formatter_class=plain)
-        p.add_argument("config", metavar="CONFIG", nargs="+" if many else None, help="a YAML file, or the name of a packaged config")
+        p.add_argument("config", metavar="CONFIG", nargs="+" if many else None,
+                       help="a YAML file, or the name of a packaged config; settings may follow: CONFIG:KEY=VALUE,...")
+        if many: p.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each arm, with N seeds from the config's on (default: 1)")
         p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append", type=_setting, default=[], help="change a setting; may be repeated")
         p.add_argument("--out", default="runs", metavar="DIR", help="folder that gets one folder a run (default: runs)")
         p.add_argument("--wandb", choices=("offline", "online", "off"), default="offline", help="mirror of the metrics (default: offline)")
@@ -236,7 +250,7 @@ def _compare(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from altgrad.experiment import compare, find_config
-    from altgrad.report import comparison_table, notes, plot_comparison, save_figure
+    from altgrad.report import comparison_table, gap_line, notes, plot_comparison, save_figure
     from altgrad.trainer import succeeded
 
     def announce(trainers):
@@ -244,16 +258,17 @@ def _compare(args: argparse.Namespace) -> int:
         _announce(args, trainers)
 
     configs = [find_config(spec, dict(args.changes)) for spec in args.config]
-    result = compare(configs, args.out, not args.json, announce=announce)
+    result = compare(configs, args.out, not args.json, announce=announce, seeds=args.seeds)
     figure = Path(args.out) / "comparison.png"
     save_figure(plot_comparison(result), figure)
-    facts = {"figure": str(figure), "folder": str(args.out), "unigram_entropy": result.unigram_entropy, "bigram_entropy": result.bigram_entropy}
+    facts = {"seeds": result.seeds, "about_gaps": gap_line(result), "figure": str(figure), "folder": str(args.out),
+             "unigram_entropy": result.unigram_entropy, "bigram_entropy": result.bigram_entropy}
     if args.json: print(json.dumps({"rows": result.rows(), **facts}))
     else:
         console = Console() if sys.stdout.isatty() else Console(width=120)
         console.print(comparison_table(result, console.width))
-        print("\n".join([*notes(result), f"figure: {figure}", f"folder: {args.out}"]))
-    return 0 if all(succeeded(arm["record"]) for arm in result.arms) else 1
+        print("\n".join([*filter(None, [gap_line(result)]), *notes(result), f"figure: {figure}", f"folder: {args.out}"]))
+    return 0 if all(succeeded(run["record"]) for arm in result.arms for run in result.runs(arm)) else 1
 
 # %% ../nbs/16_cli.ipynb #4e101c44
 def _sweep(args: argparse.Namespace) -> int:

@@ -46,9 +46,10 @@ def compared(env, tmp_path_factory):
 def test_compare_prints_its_table_and_names_what_it_wrote(compared):
     out, names, done = compared
     assert done.returncode == 0, done.stderr
-    for words in [*names, "gap to baseline", "unigram entropy", "bigram entropy", "codes unchanged", f"folder: {out}"]:
+    for words in [*names, "one seed: ", "unigram entropy", "bigram entropy", "codes unchanged", f"folder: {out}"]:
         assert words in done.stdout
     assert (out / "comparison.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and f"figure: {out}/comparison.png" in done.stdout
+    assert "gap (" not in done.stdout and "noise" in done.stdout  # one run each ranks nothing
 
 
 def test_a_run_folder_is_complete_and_strict(compared):
@@ -80,6 +81,39 @@ def test_the_same_command_again_trains_nothing(compared, env):
     assert before == {name: (out / name / "metrics.jsonl").stat().st_mtime_ns for name in names}
     other = run(env, "compare", *names[:3], *settings(lr=0.1), "--out", out)
     assert other.returncode == 2 and "lr=0.003, not 0.1" in other.stderr and other.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def paired(env, tmp_path_factory):
+    "A comparison of two arms with two seeds, made after one with one seed, and what both printed."
+    out = tmp_path_factory.mktemp("paired")
+    args = ["compare", "e7m0_fp8", "e7m0_fp8:storage=grid_nearest", *settings(), "--wandb", "off", "--out", out]
+    single = run(env, *args, "--json")
+    stamp = (out / "e7m0_fp8/metrics.jsonl").stat().st_mtime_ns
+    return out, json.loads(single.stdout), run(env, *args, "--seeds", "2", "--json"), stamp, args
+
+
+def test_seeds_are_paired_and_their_mean_gap_has_its_interval(paired):
+    out, single, done, stamp, _ = paired
+    assert done.returncode == 0, done.stderr
+    names = ["e7m0_fp8", "e7m0_fp8_grid_nearest"]
+    assert sorted(p.parent.name for p in out.glob("*/run.json")) == sorted([*names, *(f"{name}_seed43" for name in names)])
+    assert (out / "e7m0_fp8/metrics.jsonl").stat().st_mtime_ns == stamp, "the run of the first seed is used again"
+    configs = {name: yaml.safe_load((out / name / "config.yaml").read_text()) for name in (*names, f"{names[0]}_seed43", f"{names[1]}_seed43")}
+    assert [(c["seed"], c["storage"]) for c in configs.values()] == [(42, "master"), (42, "grid_nearest"), (43, "master"), (43, "grid_nearest")]
+    loss = {name: metrics(out / name)[-1]["val_loss"] for name in configs}
+    first, second = (loss[f"{names[1]}{seed}"] - loss[f"{names[0]}{seed}"] for seed in ("", "_seed43"))
+    base, row = json.loads(done.stdout)["rows"]
+    assert row["gap_nats"] == pytest.approx((first + second) / 2) and row["val_loss"] == pytest.approx((loss[names[1]] + loss[f"{names[1]}_seed43"]) / 2)
+    half = 12.7062 * abs(first - second) / 2  # Student's t for one degree of freedom; the standard error of two
+    assert [row["gap_low"], row["gap_high"]] == pytest.approx([row["gap_nats"] - half, row["gap_nats"] + half], rel=1e-4)
+    assert row["within_noise"] is (row["gap_low"] <= 0 <= row["gap_high"]) and base["is_baseline"] and json.loads(done.stdout)["seeds"] == [42, 43]
+    assert [r["gap_nats"] for r in single["rows"]] == [None, None] and single["about_gaps"].startswith("one seed")
+
+
+def test_a_table_of_seeds_says_what_is_noise(paired, env):
+    text = run(env, *paired[4], "--seeds", "2").stdout
+    for words in ("seeds 42 to 43", "gap (nats)", "95 % interval", "within noise: the interval includes zero", "baseline"): assert words in text
 
 
 LONGER = settings(max_steps=100, dropout=0.1)
@@ -149,6 +183,15 @@ def texts(tmp_path):
     (["train", "e4m3_fp8", "--set", "device=tpu"], "allowed: auto, cpu, cuda"),
     (["compare", "e4m3_fp8", "{t}/typo.yaml"], "did you mean format"),
     (["compare", "bf16_baseline", "e4m3_fp8", "--out", "{t}/file/runs"], "cannot write to"),
+    (["compare", "bf16_baseline", "e4m3_fp8", "--seeds", "0", "--out", "{t}/runs"], "seeds must be at least 1 and at most 100, not 0"),
+    (["compare", "bf16_baseline", "e4m3_fp8", "--seeds", "999999999999", "--out", "{t}/runs"], "at most 100"),
+    (["compare", "bf16_baseline", "e4m3_fp8", "--seeds", "3.5", "--out", "{t}/runs"], "invalid int value"),
+    (["compare", "bf16_baseline", "e4m3_fp8", "--seeds", "2", "--set", "seed=9223372036854775807", "--out", "{t}/runs"], "seed must be"),
+    (["compare", "e4m3_fp8", "e4m3_fp8:storage=grid", "--out", "{t}/runs"], "unknown storage 'grid'"),
+    (["compare", "e4m3_fp8", "e4m3_fp8:storge=grid_nearest", "--out", "{t}/runs"], "did you mean storage"),
+    (["compare", "e4m3_fp8", "e4m3_fp8:lr=1e-4", "--out", "{t}/runs"], "arms must agree in lr"),
+    (["compare", "e4m3_fp8", "e4m3_fp8:lr", "--out", "{t}/runs"], "neither a .yaml file nor packaged"),
+    (["compare", "e4m3_fp8", "e4m3_fp8:storage=grid_nearest,", "--out", "{t}/runs"], "'' is not KEY=VALUE"),
     (["formats", "E4M33"], "did you mean E4M3"),
     (["formats", "E4M3", "extra"], "unrecognized arguments"),
     (["formats", "E4M3b7iee"], "did you mean ieee"),
