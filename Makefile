@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 ISOLATED := env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME -u XDG_DATA_HOME HOME="$(CURDIR)/.venv/home" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test kills hostile verify bench evidence lab export notebooks readme docs quarto
+.PHONY: help demo test portable kills hostile verify bench evidence lab export notebooks readme docs quarto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,10 @@ test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks' 
 	@$(ISOLATED) $(BIN)/nbdev_test --n_workers 2 --timing
 	@echo "== pytest: tests/"
 	@$(ISOLATED) $(BIN)/python -m pytest -q tests
+
+portable: $(INSTALLED) ## the notebooks and tests whose numbers pass through sums, computed as eight other machines would (long)
+	@mkdir -p .venv/home
+	@$(ISOLATED) $(BIN)/python .ci/portable.py $(PORTABLE)
 
 verify: $(INSTALLED) ## quantize all 2^32 float32 patterns in every 8-bit and OCP format, and compare every bit (resumable)
 	@OMP_NUM_THREADS=1 $(BIN)/python .ci/verify.py

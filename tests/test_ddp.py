@@ -16,7 +16,7 @@ from altgrad.monitors import read_histograms, read_series
 from altgrad.tracking import RunFolder
 from old import OLD_TORCH
 
-FIRST, LATER = 2e-6, 2e-3  # relative: in the first step; after a value was rounded the other way
+FIRST, LATER = 32 * 2.0**-24, 2e-3  # relative: sums in another order; after a value was rounded the other way, by 2^-4 of itself, of which a loss sees a part
 CONFIG = dict(max_steps=6, batch_size=4, block_size=32, warmup_steps=2, eval_every=3, eval_windows=8, checkpoint_every=2, compute_dtype="float32", device="cpu",
               activation="E4M3 delayed", gradient="E5M2 stochastic delayed", weight_gradient="E5M2", residual_clamp=4.0, monitor_every=1, shadow_every=3)
 LIFE = """
@@ -119,7 +119,7 @@ def test_codes_are_counted_over_both_processes(one, two):
     a, b = (read_series(run.path / "series") for _, run in (one, two))
     assert a.keys() == b.keys()
     for path in a:
-        if path.endswith(("/amax", "/sqnr_db", "/l2", "/entropy", "/cosine")): assert b[path][1][0] == pytest.approx(a[path][1][0], rel=1e-4, abs=1e-6), path
+        if path.endswith(("/amax", "/sqnr_db", "/l2", "/entropy", "/cosine")): assert b[path][1][0] == pytest.approx(a[path][1][0], rel=1e-4, abs=1e-6), path  # as above: some values at an edge
 
 
 def test_one_process_writes_and_speaks(two):
@@ -191,7 +191,7 @@ for spec in ("E4M3", "E5M2 delayed", "E4M3 stochastic", "E5M2 stochastic delayed
     assert all(torch.equal(x, y) for x, y in zip(memory, whole_memory)) and len(memory) == 2 * ("delayed" in spec), spec
     for key in whole_counts:
         if key[0] == "histogram": assert (counts[key] == whole_counts[key]).all(), (spec, key)
-        if key[0] == "sums": assert abs(counts[key] - whole_counts[key]).max() <= 1e-6 * abs(whole_counts[key]).max(), (spec, key)
+        if key[0] == "sums": assert abs(counts[key] - whole_counts[key]).max() <= 16 * 2.0**-24 * abs(whole_counts[key]).max(), (spec, key)
         if key[0] == "sums": assert (counts[key][[0, 1, 2, 8, 9]] == whole_counts[key][[0, 1, 2, 8, 9]]).all(), (spec, key)
 
 for wrong, words in (({"batch_size": 3}, "batch_size must be a multiple of the number of processes, 2, not 3"), ({"eval_windows": 7}, "eval_windows must be"),

@@ -59,9 +59,10 @@ def test_rates_are_those_that_ml_dtypes_rounding_gives(name):
     get = lambda metric: values[f"quantization/a/weight/{metric}"]
     assert np.array_equal(y.double().numpy(), q * scale)
     assert get("overflow_rate") == (np.abs(z) > fmt.max).mean() and get("underflow_rate") == ((z != 0) & (q == 0)).mean()
-    assert abs(get("sqnr_db") - 10 * np.log10((z**2).sum() / ((z - q) ** 2).sum())) < 1e-3
-    assert abs(get("kurtosis") / (((z - z.mean()) ** 4).mean() / z.var() ** 2) - 1) < 1e-4
-    assert abs(get("rms_octaves") - np.log2(fmt.max / np.sqrt((z**2).mean()))) < 1e-4
+    known = x.numel() ** 0.5 * 2.0**-24  # of a sum of float32 numbers: its roundings add up like a random walk
+    assert abs(get("sqnr_db") - 10 * np.log10((z**2).sum() / ((z - q) ** 2).sum())) < 4.35 * 8 * known  # dB
+    assert abs(get("kurtosis") / (((z - z.mean()) ** 4).mean() / z.var() ** 2) - 1) < 32 * known
+    assert abs(get("rms_octaves") - np.log2(fmt.max / np.sqrt((z**2).mean()))) < 8 * known
 
 
 def test_tiny_and_huge_tensors_neither_vanish_nor_overflow_in_the_sums():
@@ -92,7 +93,7 @@ def test_every_storage_is_watched(storage):
     rate, other = ("code_unchanged_rate", "bit_stall_rate") if storage == "master" else ("bit_stall_rate", "code_unchanged_rate")
     assert f"updates/all/{other}" not in values and 0 < values[f"updates/all/{rate}"] < 1
     assert 0 <= values["updates/all/zero_update_rate"] <= 1 and values["updates/all/updates"] <= 2 * weights  # torch's AdamW writes twice
-    assert abs(values[f"updates/all/{rate}"] - (1 - values["updates/all/flips"] / values["updates/all/updates"])) < 1e-12
+    assert abs(values[f"updates/all/{rate}"] - (1 - values["updates/all/flips"] / values["updates/all/updates"])) < 4 * 2.0**-53
     assert math.isnan(values["updates/blocks.0.mlp.fc/decay_stall_rate"]) == (storage in ("master", "grid_stochastic"))
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from altgrad.formats import EIGHT_BIT, InputError
+from altgrad.formats import EIGHT_BIT, InputError, get_format, ulp
 from altgrad.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
 from altgrad.scaling import compute_scale
 
@@ -65,8 +65,9 @@ def test_riemannian_adamw_is_geoopts_on_the_manifold(name, dtype):
         grad[0] = 0
         theirs.grad, ours.grad = grad.clone(), grad.clone()
         a.step(), b.step()
-    tolerance = 1e-4 if dtype == torch.float32 else 1e-11
-    torch.testing.assert_close(ours.detach(), theirs.detach().as_subclass(torch.Tensor), rtol=tolerance, atol=tolerance * 1e-3)
+    known = 8 * 8 * 127 * torch.finfo(dtype).eps / 2  # eight steps, a coordinate of up to 127 codes; atol: of the smallest spacing, or of the floor
+    smallest = max(2.0**-8 * ulp(get_format(name), w.abs().amax() / manifold.scale), torch.tensor(get_format(name).min_spacing)) * manifold.scale
+    torch.testing.assert_close(ours.detach(), theirs.detach().as_subclass(torch.Tensor), rtol=known, atol=known * smallest.item())
 
 
 def test_bad_parameters_are_errors_and_a_refused_group_leaves_no_trace():

@@ -56,6 +56,10 @@ def outcomes(monkeypatch):
     for module in (instrument, replicas): monkeypatch.setattr(module, "make_row", lambda a, b, run: {**make(a, b, run), "outcome": run})
 
 
+EXACT = 1e-9  # float64: some 20 updates from numbers that differ by 1e-16 leave no more, unless a code flips, and then it is 1e-3
+SINGLE = 1e-5  # nats: float32, by another order of additions
+
+
 def same(a: dict, b: dict) -> bool: return {**a, "seconds": 0} == {**b, "seconds": 0}
 
 
@@ -67,10 +71,10 @@ def test_every_format_storage_and_rule_is_the_single_run_in_float64(here, outcom
         want = run_arm(a, exact)
         x, y = got.pop("outcome"), want.pop("outcome")
         assert y.weights[0].dtype == torch.float64 and len(y.losses) == TASK.steps
-        for p, q in zip(x.weights, y.weights, strict=True): torch.testing.assert_close(p, q, rtol=0, atol=1e-9, msg=str(a))
-        for name in ("before", "losses", "after"): assert getattr(x, name) == pytest.approx(getattr(y, name), abs=1e-9), (a, name)
-        assert x.end == pytest.approx(y.end, rel=1e-6, abs=1e-9), a
-        for one, two in zip(x.course, y.course, strict=True): assert one == pytest.approx(two, rel=1e-6, abs=1e-9), a
+        for p, q in zip(x.weights, y.weights, strict=True): torch.testing.assert_close(p, q, rtol=0, atol=EXACT, msg=str(a))
+        for name in ("before", "losses", "after"): assert getattr(x, name) == pytest.approx(getattr(y, name), abs=EXACT), (a, name)
+        assert x.end == pytest.approx(y.end, rel=1e3 * EXACT, abs=EXACT), a
+        for one, two in zip(x.course, y.course, strict=True): assert one == pytest.approx(two, rel=1e3 * EXACT, abs=EXACT), a
         assert got.pop("engine") == "batched" and list(got) == list(want)
 
 
@@ -79,7 +83,7 @@ def test_neighbours_change_nothing(here):
     together, exact = run_arms(arms, bench(here)), bench(here)
     for i in (0, 5, 11):
         alone = run_arms([arms[i]], exact)[0]
-        assert alone["val_loss"] == pytest.approx(together[i]["val_loss"], abs=1e-5)
+        assert alone["val_loss"] == pytest.approx(together[i]["val_loss"], abs=SINGLE)
     assert all(map(same, run_arms(arms[::-1], exact)[::-1], together))
 
 
@@ -90,7 +94,7 @@ def test_a_replica_that_diverges_harms_no_other(here, storage):
     bad, good = run_arms([wild, calm], exact)
     single = run_arm(wild, exact)
     assert bad["diverged"] and bad["steps"] == single["steps"] and bad["val_loss"] == bad["frozen_loss"] == single["val_loss"]
-    assert good["val_loss"] == pytest.approx(run_arm(calm, exact)["val_loss"], abs=1e-9) and not good["steps"] < TASK.steps
+    assert good["val_loss"] == pytest.approx(run_arm(calm, exact)["val_loss"], abs=EXACT) and not good["steps"] < TASK.steps
 
 
 def test_what_cannot_be_stacked_is_refused_in_one_line(here):
@@ -146,7 +150,7 @@ def test_compiling_never_falls_back_to_eager_silently(here, monkeypatch, few_gra
     few = bench(here)
     few.task = replace(TASK, steps=3)
     compiled = run_arms(arms, few, compiled=True)
-    assert [row["val_loss"] for row in compiled] == pytest.approx([row["val_loss"] for row in run_arms(arms, few)], abs=1e-5)
+    assert [row["val_loss"] for row in compiled] == pytest.approx([row["val_loss"] for row in run_arms(arms, few)], abs=SINGLE)
     assert counters["stats"]["unique_graphs"] == 1 + 3 + 3  # the losses; for each shape of a tensor the move, and the storing
     assert not counters["graph_break"] and not counters["unimplemented"]
     monkeypatch.setattr(replicas, "RECOMPILES", 1)

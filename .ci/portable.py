@@ -1,0 +1,246 @@
+"""Makes this machine compute as others would: runs what depends on floating-point sums in every setting, or measures what a setting moves.
+
+python .ci/portable.py             # the notebooks and tests below in every setting; `make portable` (about an hour and a half on two cores)
+python .ci/portable.py --quick     # the two settings that differ most, on the notebooks where a sum decides most; part of .ci/run (minutes)
+python .ci/portable.py --measure   # checksums and losses of this machine in every setting, into nbs/results/portability.json (minutes)
+"""
+import argparse
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from altgrad.checkpoint import write_atomic
+from altgrad.experiment import find_config
+from altgrad.formats import EIGHT_BIT, encode, get_format
+from altgrad.instrument import RECIPES, Arm, Bench, Task, blank_model, pretrain, run_arm, state_hash
+from altgrad.quantize import fake_quantize, rounding_key, uniform
+from altgrad.statistics import quantize_stats
+from altgrad.storage import STORAGES, make_grid_tensor
+from altgrad.trainer import Trainer
+from altgrad.tracking import git_commit, machine, versions
+
+ROOT = Path(__file__).resolve().parent.parent
+STORED = ROOT / "nbs/results/portability.json"
+
+SETTINGS = {  # environment of a process, by what it stands for
+    "as it is": {},
+    "torch without vectors": {"ATEN_CPU_CAPABILITY": "default"},
+    "torch with AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "oneDNN with AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "oneDNN with AVX-512, without AMX and bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "MKL compatible": {"MKL_CBWR": "COMPATIBLE"},
+    "all three at their least": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
+    "two threads": {"OMP_NUM_THREADS": "2"},
+}
+NOTEBOOKS = """01b_statistics 02_scaling 02b_choosing 03_geometry 04_manifold 05a_storage 05b_optim 06_model 06b_parallel 07_surgery 08_monitors
+    08b_thresholds 09_shadow 12b_callbacks 13_trainer 14_experiment 14b_instrument 14c_sweep 14e_stability 14g_replicas 17_explorer index
+    studies/toy_losses studies/trained_geometry studies/power_of_the_exponent studies/portability tutorials/first_run tutorials/bring_your_own_format
+    tutorials/bring_your_own_model tutorials/publish_a_result understand/geometry understand/scaling understand/stochastic_rounding
+    understand/where_s_acts""".split()
+TESTS = """test_compile test_ddp test_evidence test_manifold test_monitors test_optim test_portability test_quantize test_replicas test_results
+    test_scaling test_surgery test_survival""".split()
+QUICK_SETTINGS = "all three at their least", "two threads"
+QUICK = "04_manifold 05b_optim 06_model 07_surgery 08_monitors 14b_instrument".split()
+
+
+def environment(setting: str) -> dict[str, str]:
+    "The environment of a process in a setting: offline, and with one thread unless the setting says more."
+    held = {name for values in SETTINGS.values() for name in values}
+    plain = {k: v for k, v in os.environ.items() if k not in held}
+    return {**plain, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **SETTINGS[setting]}
+
+
+# run
+
+
+def command(name: str) -> list[str]:
+    "What runs a notebook or a test file."
+    if name.startswith("test_"): return [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{name}.py"]
+    return [str(Path(sys.executable).with_name("nbdev_test")), "--path", f"nbs/{name}.ipynb", "--n_workers", "1", "--do_print"]
+
+
+def run(setting: str, name: str) -> tuple[int, float, str]:
+    "Exit code, seconds and output of one notebook or test file in one setting."
+    began = time.perf_counter()
+    done = subprocess.run(command(name), cwd=ROOT, env=environment(setting), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.returncode, time.perf_counter() - began, done.stdout
+
+
+def run_all(settings: list[str], names: list[str]) -> int:
+    "Runs everything, as many at a time as there are cores for their threads; a line for each, a table at the end; how many failed."
+    failed, seconds = {s: [] for s in settings}, dict.fromkeys(settings, 0.0)
+    for setting in settings:
+        threads = int(SETTINGS[setting].get("OMP_NUM_THREADS", 1))
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // threads)) as pool:
+            for name, (code, took, output) in zip(names, pool.map(run, [setting] * len(names), names), strict=True):
+                print(f"{setting}: {name}: {'FAILED' if code else 'ok'}, {took:.0f} s", flush=True)
+                seconds[setting] += took
+                if not code: continue
+                failed[setting].append(name)
+                print(output[-5000:], flush=True)
+    print(f"\n{'setting':46} {'passed':>8} {'seconds':>8}  failed")
+    for s in settings: print(f"{s:46} {len(names) - len(failed[s]):>4}/{len(names):<3} {seconds[s]:>8.0f}  {', '.join(failed[s]) or '-'}")
+    return sum(map(len, failed.values()))
+
+
+# measure: what must be the same on every CPU
+
+
+def checksum(*tensors: Tensor) -> str:
+    "SHA-256 of the bytes of tensors; every NaN counts as the same one, because IEEE 754 leaves its bits open."
+    digest = hashlib.sha256()
+    for t in tensors:
+        t = torch.where(t.isnan(), torch.full_like(t, float("nan")), t) if t.is_floating_point() else t
+        digest.update(t.detach().contiguous().view(torch.uint8).numpy().tobytes() if t.dim() else t.reshape(1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def inputs(name: str) -> Tensor:
+    "Float32 inputs from whole numbers alone: patterns all over float32, and a format's values and midpoints with their neighbours."
+    everywhere = torch.arange(-(2**31), 2**31, 50_021).to(torch.int32).view(torch.float32)
+    values = get_format(name).values.double()
+    values = values[values.isfinite()].unique()
+    edges = torch.cat([values, (values[1:] + values[:-1]) / 2]).float()
+    bits = edges.view(torch.int32)
+    return torch.cat([everywhere, edges, (bits + 1).view(torch.float32), (bits - 1).view(torch.float32)])
+
+
+def within(name: str) -> Tensor:
+    "Float32 numbers within a format's range, from whole numbers alone."
+    k = torch.arange(-(2**15), 2**15).float()
+    return k * (get_format(name).max * 2.0**-15)
+
+
+def writes(name: str, storage: str) -> list[Tensor]:
+    "The codes, and the residuals, after each of three writes of given numbers."
+    grid, found = make_grid_tensor(within(name), name, storage, seed=1), []
+    for step in (1, 2, 3):
+        grid.copy_(within(name) * (1 - step / 8))
+        found += [part.clone() for part in grid.parts().values()]
+    return found
+
+
+def exact() -> dict[str, str]:
+    "Checksums that are the same on every CPU, in every setting, with any number of threads."
+    key = rounding_key(1, 2, 3)
+    over = {name: (inputs(name), get_format(name)) for name in EIGHT_BIT}
+    counted = {name: quantize_stats(x, fmt)[1] for name, (x, fmt) in over.items()}
+    return {
+        "codes": checksum(*(t for _, fmt in over.values() for t in (fmt.values, encode(fmt, fmt.values)))),
+        "rounding to nearest": checksum(*(fake_quantize(x, fmt) for x, fmt in over.values())),
+        "the other roundings": checksum(*(fake_quantize(x, fmt, rounding=r) for x, fmt in over.values() for r in ("toward_zero", "up", "down", "away"))),
+        "counts and histograms": checksum(*(t for s in counted.values() for t in (s.overflow, s.underflow, s.nan, s.inf, s.histogram))),
+        "stochastic bits": checksum(uniform((300_000,), key)),
+        "stochastic rounding": checksum(*(fake_quantize(x, fmt, rounding="stochastic", key=key) for x, fmt in over.values())),
+        "writes to the grid": checksum(*(t for name, s in product(EIGHT_BIT, STORAGES[1:]) for t in writes(name, s))),
+    }
+
+
+# measure: what need not be
+
+
+def operands() -> tuple[Tensor, Tensor]:
+    "Two float32 matrices, from stochastic bits: the same on every CPU."
+    return tuple(uniform((256, 256), rounding_key(7, i)) - 0.5 for i in (0, 1))
+
+
+def products() -> dict[str, str]:
+    "Checksums of sums, products and functions of the same numbers: IEEE 754 says of none of them which last digit it has."
+    a, b = operands()
+    torch.manual_seed(0)
+    return {
+        "float32 matrix product": checksum(a @ b),
+        "bfloat16 matrix product": checksum(a.bfloat16() @ b.bfloat16()),
+        "sum": checksum(a.sum(), a.sum(0)),
+        "exp, log, tanh, erf": checksum(a.exp(), a.abs().add(1).log(), a.tanh(), a.erf()),
+        "softmax": checksum(a.softmax(-1)),
+        "a + 0.1 b in one call": checksum(torch.add(a, b, alpha=0.1)),
+        "normal random numbers": checksum(torch.randn(4096)),
+        "layer norm": checksum(F.layer_norm(a, (256,))),
+    }
+
+
+UPDATES, SEEDS = 60, (42, 43)
+TRAINED = [("bf16_baseline", s) for s in SEEDS] + [(name, SEEDS[0]) for name in ("e5m2_fp8", "e7m0_fp8")]
+ARMS = {"E5M2, stochastic": Arm("E5M2", "grid_stochastic", "adamw", corpus="words"), "E7M0, nearest": Arm("E7M0", "grid_nearest", "adamw", corpus="words")}
+
+
+def text() -> str:
+    "80,000 words of the license, drawn at random: the same text in every checkout and with every Python."
+    return " ".join(random.Random(0).choices((ROOT / "LICENSE").read_text(encoding="utf-8").split(), k=80_000))
+
+
+def losses() -> dict[str, float]:
+    "Validation losses, in nats: of gpt-tiny after 60 updates, of a small model after 200, and of arms of the instrument after 20 more."
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "words.txt")
+        file.write_text(text(), encoding="utf-8")
+        found, common = {}, dict(max_steps=UPDATES, data=f"path:{file}", eval_every=UPDATES, checkpoint_every=UPDATES, device="cpu")
+        for name, seed in TRAINED:
+            config = find_config(name, {**common, "seed": seed, "name": f"{name}-{seed}"})
+            found[f"{name}, seed {seed}"] = Trainer(config, Path(folder)).run(progress=False)["results"]["val_loss"]
+        return found | instrument_losses(Path(folder), file)
+
+
+def instrument_losses(folder: Path, file: Path) -> dict[str, float]:
+    "Of the arms, from one checkpoint that this setting pretrained."
+    bench = Bench(folder, {"words": f"path:{file}"}, Task(steps=20, warmup=2, chunks=16))
+    recipe = replace(RECIPES["stdlib-0.1m"], steps=200)
+    torch.save(pretrain(recipe, 0, bench.corpus("words")), folder / "stdlib-0.1m-0.pt")
+    rows = {name: run_arm(arm, bench) for name, arm in ARMS.items()}
+    return {"pretrained, 200 updates": next(iter(rows.values()))["frozen_loss"]} | {f"{name}, 20 updates": row["raw_loss"] for name, row in rows.items()}
+
+
+def measure_here() -> dict[str, Any]:
+    "What this process finds, in the setting that its environment says."
+    torch.manual_seed(0)
+    start = state_hash(blank_model(RECIPES["stdlib-0.1m"]).state_dict())
+    return {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability(), "exact": exact(),
+            "products": {**products(), "initial weights": start}, "losses": losses()}
+
+
+def measure_all(path: Path) -> int:
+    "Measures every setting in a process of its own, and puts the results beside those of other machines."
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"config": {}, "entries": {}}
+    stored["config"] = {"updates": UPDATES, "trained": [list(t) for t in TRAINED], "arms": list(ARMS), "settings": SETTINGS,
+                        "text": hashlib.sha256(text().encode()).hexdigest()}
+    cpu = machine()["cpu"]
+    for setting in SETTINGS:
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, __file__, "--here"], cwd=ROOT, env=environment(setting), stdout=subprocess.PIPE, text=True, check=True)
+        facts = {"machine": machine(), "setting": setting, "versions": versions(), "commit": git_commit()}
+        stored["entries"][f"{cpu} / {setting}"] = {**facts, **json.loads(done.stdout.splitlines()[-1])}
+        print(f"{setting}: {time.perf_counter() - began:.0f} s", flush=True)
+    write_atomic(path, json.dumps(stored, indent=1) + "\n")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--quick", action="store_true", help="two settings, few notebooks")
+    what.add_argument("--measure", action="store_true", help=f"write {STORED.relative_to(ROOT)}")
+    what.add_argument("--here", action="store_true", help="print what this process measures, as JSON")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these notebooks or tests, e.g. 05b_optim test_optim")
+    args = parser.parse_args()
+    if args.here: return print(json.dumps(measure_here()))
+    if args.measure: return measure_all(STORED)
+    settings, names = (list(QUICK_SETTINGS), QUICK) if args.quick else (list(SETTINGS), NOTEBOOKS + TESTS)
+    return int(run_all(settings, args.only or names) > 0)
+
+
+if __name__ == "__main__": sys.exit(main())
