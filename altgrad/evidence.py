@@ -457,16 +457,30 @@ class Ranking(NamedTuple):
         "The formats whose gain is shown, largest first."
         return [f for f, e in self.gains.items() if e.sign > 0]
 
-def rank_gains(study: Study, storage: str) -> Ranking:
+def rank_gains(
+    study: Study,
+    storage: str,
+    instead: Mapping[tuple[str, str], Study] = MappingProxyType({}),  # as in `primary_family`
+) -> Ranking:
     "Orders the formats by the plain gain of their best rules."
-    best = {f: cell for f in RANKED if (cell := best_rule(study, f, storage))}
-    gains = {f: e for f, cell in best.items() if (e := effect(contrast(study, gain(study, cell))))}
+    found = {}
+    for f in RANKED:
+        there = instead.get((storage, f), study)
+        if cell := best_rule(there, f, storage): found[f] = there, contrast(there, gain(there, cell))
+    gains = {f: e for f, (_, d) in found.items() if (e := effect(d))}
     gains = dict(sorted(gains.items(), key=lambda item: -item[1].mean))
     if not gains: return Ranking("not run", {}, None)
     first, *rest = gains
-    lead = effect(contrast(study, minus(gain(study, best[first]), gain(study, best[rest[0]])))) if rest else gains[first]
+    lead = _lead(found[first], found[rest[0]]) if rest else gains[first]
     if gains[first].sign <= 0: return Ranking("no gain", gains, lead)
     return Ranking("winner" if lead and lead.sign > 0 else "no winner", gains, lead)
+
+def _lead(first: tuple[Study, np.ndarray], second: tuple[Study, np.ndarray]) -> Effect | None:
+    "What one gain is above another: paired over the seeds that both have, if they are of one study."
+    (one, a), (other, b) = first, second
+    if one is not other: return difference(a, b)
+    seeds = min(a.shape[1], b.shape[1])  # runs come seed by seed
+    return effect(a[:, :seeds] - b[:, :seeds])
 
 # %% ../nbs/14d_evidence.ipynb #0c3348bf
 class Judged(NamedTuple):
