@@ -76,7 +76,7 @@ def gap_line(result: Comparison) -> str:
 # %% ../nbs/15_report.ipynb #a1c0de21
 def comparison_table(
     result: Comparison,
-    width: int = 120,  # of the console, in characters; below 100 the runs' names are left out where their formats tell them apart
+    width: int = 120,  # of the console, in characters; below 100 a row has its format, or its run's name where formats do not tell them apart
 ) -> Table:
     "The comparison as a rich table."
     record = result.baseline["record"]
@@ -84,8 +84,9 @@ def comparison_table(
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, int(width >= 100), 0, 0), title=title, caption=entropy_line(result))
     rows, keys = result.rows(), _columns(result)
     with_name = width >= 100 or len({row["format"] for row in rows}) < len(rows)
+    if with_name and width < 100: keys.remove("format")
     for header in ["run"] * with_name + [COLUMNS[key][0] for key in keys]:
-        table.add_column(header, justify="left" if header in ("run", "format", "95 % interval") else "right")
+        table.add_column(header, justify="left" if header in ("run", "format", "95 % interval") else "right", overflow="fold")
     for row in rows: table.add_row(*[row["name"]] * with_name, *(_cell(row, key) for key in keys))
     return table
 

@@ -69,7 +69,8 @@ def of_seeds(frame: pd.DataFrame, key: str) -> pd.Series:
 def test_the_first_table_says_what_was_measured_and_how_far_it_may_differ(first_light):
     stored, frame, text = first_light
     here = frame[frame.setting == "as_is"].groupby("arm")[["loss", "gap"]].mean()
-    assert frame.groupby("setting").seed.nunique().to_dict() == {"as_is": 3, "aten_default": 3, "mkl_compatible": 1, "two_threads": 1}
+    seeds = frame.groupby("setting").seed.nunique().to_dict()
+    assert seeds["as_is"] == seeds["aten_default"] == 3 and {"two_threads"} <= seeds.keys()
     for arm in here.index:
         row = next(line for line in text.splitlines() if line.startswith(f"| {arm} |"))
         gap = "baseline" if arm == "e7m0_fp8" else f"{here.gap[arm]:+.4f}"
