@@ -57,9 +57,12 @@ class Study:
     frozen: np.ndarray  # the frozen model's loss on the confirmation split, [checkpoint]
 
     def cell(self, fmt: str, storage: str, power: float = 0.0, **how: Any) -> Arm:
-        "The cell of a format, a storage and a rule; `how` may hold rule and placement."
+        "The cell of a format, a storage and a rule (`how` may hold rule and placement); of AdamW, power 0, by the name that the matrices have."
         first = next(iter(self.tuned))
-        return Arm(**{"format": fmt, "storage": storage, "power": power, "lr": 0.0, "checkpoint": self.checkpoints[0], "corpus": first.corpus, **how})
+        cell = Arm(**{"format": fmt, "storage": storage, "power": power, "lr": 0.0, "checkpoint": self.checkpoints[0], "corpus": first.corpus, **how})
+        if cell in self.tuned or (cell.rule, cell.power, cell.placement) != ("stiffness_adamw", 0.0, "update"): return cell
+        plain = replace(cell, rule="adamw")
+        return plain if plain in self.tuned else cell
 
     def runs(self, cell: Arm) -> list[Mapping[str, Any]]:
         "The confirmation runs of a cell at its tuned rate."

@@ -30,10 +30,15 @@ def _check_options(fmt: FP8Format, damping: float, floor_octaves: float | None, 
         raise InputError(f"scale must be positive and finite, not {scale.tolist()}")
     stiffness_floor(torch.ones(1), fmt, damping, floor_octaves)
 
+def _floor_moves(fmt: FP8Format, floor_octaves: float | None) -> bool:
+    "Whether the floor can depend on the tensor: it then lies elsewhere at the end of a step than at its beginning."
+    if floor_octaves is None: return False
+    return bool(2.0**-floor_octaves * stiffness(torch.tensor(fmt.max, dtype=torch.float64), fmt) > fmt.min_spacing)
+
 # %% ../nbs/04_manifold.ipynb #9742e695
 class _Scaled(geoopt.Manifold):
     "What the manifold is made of, and its units."
-    name, ndim, reversible = "FP8", 0, True  # one manifold per element; a step can be walked back
+    name, ndim = "FP8", 0  # one manifold per element
     __scaling__ = geoopt.Manifold.__scaling__.copy()  # geoopt's table of how its wrapper `Scaled` treats each method
 
     def __init__(self, fmt: FP8Format | str, damping: float = 0.0, floor_octaves: float | None = None, scale: Tensor | float = 1.0):
@@ -41,6 +46,7 @@ class _Scaled(geoopt.Manifold):
         self.fmt, self.damping, self.floor_octaves = get_format(fmt), damping, floor_octaves
         scale = scale.detach().clone() if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
         _check_options(self.fmt, damping, floor_octaves, scale)
+        self.reversible = not _floor_moves(self.fmt, floor_octaves)  # a step can be walked back
         self.register_buffer("scale", scale)
 
     def extra_repr(self) -> str:

@@ -441,3 +441,23 @@ print(len(quantize_model(model, "E4M3").changed))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "manifold=True needs the package geoopt (pip install geoopt)\n1\n", done.stderr
+
+
+GAPS = {"E0M7": 1, "E1M6": 1, "E2M5": 3, "E3M4": 7, "E4M3": 15, "E5M2": 30, "E6M1": 63, "E7M0": 126}  # distinct ones, an octave apart
+
+
+@pytest.mark.parametrize("floor_octaves", [None, 0.5, 2, 6, 40, 200])
+@every_format
+def test_what_calls_itself_reversible_is(name, floor_octaves):
+    "As geoopt's own suite asks: back along the transported vector, over points of all magnitudes."
+    m = FP8Manifold(name, floor_octaves=floor_octaves)
+    worst = 0.0
+    for _ in range(3):
+        x = (m.random(20, 20, dtype=torch.float64) * torch.rand(20, 20, dtype=torch.float64)).as_subclass(torch.Tensor)
+        S = m.stiffness(x)
+        u = 3 * S * torch.randn_like(S)
+        y, carried = m.retr_transp(x, u, u)
+        back, _ = m.retr_transp(y, -carried, carried)
+        worst = max(worst, float((m.coordinate(back, like=x) - m.coordinate(x)).abs().max()))
+    assert not m.reversible or worst < 1e-6
+    assert m.reversible == (floor_octaves is None or floor_octaves >= GAPS[name] - 1)

@@ -366,3 +366,18 @@ def test_a_quantized_model_is_not_traced():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     quantize_model(model, "E4M3")
     with pytest.raises(InputError, match="torch.compile or torch.export"): torch.jit.trace(model, torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("name", ["adamw", "stiffness_adamw"])
+def test_adamw_is_the_baseline_by_either_name(name):
+    from altgrad.evidence import Study, contrast, effect, gain, gain_over_fp32
+    from altgrad.sweep import Tuning
+
+    cells = [Arm(storage=s, rule=rule, lr=0.0) for s in ("fp32", "grid_nearest") for rule in (name, "madam")]
+    losses = torch.arange(4.0).view(4, 1, 1, 1) + torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)) * 1e-3
+    cubes = {cell: loss.double().numpy() for cell, loss in zip(cells, losses)}
+    tuned = {cell: Tuning([], [0.01], [1.0], 0, "") for cell in cells}
+    study = Study(("stdlib-0.1m-0", "stdlib-0.1m-1"), (0, 1, 2), {}, tuned, cubes, {}, losses[0, :, 0, 0].numpy())
+    found = effect(contrast(study, gain(study, cells[3])), draws=100)
+    assert found is not None and found.mean == pytest.approx(2 - 3, abs=5e-3)
+    assert effect(contrast(study, gain_over_fp32(study, cells[3])), draws=100).mean == pytest.approx((2 - 3) - (0 - 1), abs=5e-3)
