@@ -456,4 +456,4 @@ def main(
         return 0
     except OSError as e:
         _drop(sys.stdout)
-        return _say(f"cannot use {str(e.filename)[:150]!r}: {e.strerror}" if e.filename else f"cannot write the output: {e.strerror or e}", 2)
+        return _say(f"cannot use {str(e.filename)[:150]!r}: {e.strerror}" if e.filename else f"the output or the system failed: {e.strerror or e}", 2)

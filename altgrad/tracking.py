@@ -7,6 +7,7 @@ __all__ = ['MIRRORS', 'json_line', 'versions', 'machine', 'git_commit', 'StoredR
            'RunFolder', 'read_line', 'read_jsonl', 'MetricsLog', 'wandb_settings', 'first_line', 'Mirror', 'read_wandb']
 
 # %% ../nbs/12_tracking.ipynb #ad69ba87
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -236,6 +237,14 @@ class RunFolder(_Locked):
     def whole_steps(self) -> int:
         "How many steps metrics.jsonl holds from the first on, without a gap and without damage."
         return len(_line_ends(self.metrics_file))
+
+    def log_hash(
+        self,
+        steps: int | None = None,  # at most `whole_steps()`; None: all that is there
+    ) -> str:
+        "The SHA-256 of the first lines of metrics.jsonl."
+        data = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
+        return hashlib.sha256(data if steps is None else data[: [0, *_line_ends(self.metrics_file)][steps]]).hexdigest()
 
     def keep_metrics(
         self,

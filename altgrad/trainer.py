@@ -687,7 +687,8 @@ def _with_events(trainer: Trainer, row: dict[str, Any]) -> dict[str, Any]:
 def _save(trainer: Trainer, step: int, val_loss: float | None = None, anomaly: str | None = None, **extra: Any) -> None:
     "Writes a checkpoint, after the metrics that it relies on."
     trainer.log.settle(), trainer.watch.flush()
-    data = pack_state(trainer.model, trainer.optimizers, step, seconds=trainer.seconds, skipped=trainer.skipped, watch=trainer.watch.state_dict(), **extra)
+    data = pack_state(trainer.model, trainer.optimizers, step, seconds=trainer.seconds, skipped=trainer.skipped, watch=trainer.watch.state_dict(),
+                      log=trainer.folder.log_hash(), **extra)
     trainer.folder.checkpoints.save(data, step, val_loss, anomaly)
 
 def _keep(trainer: Trainer, row: dict[str, Any]) -> None:
@@ -742,6 +743,8 @@ def _take_up(trainer: Trainer, entry: dict[str, Any], start: int, extra: dict[st
         if start != entry["step"]: raise ValueError(f"it is of step {start}")
         trainer.seconds, trainer.skipped = float(extra["seconds"]), int(extra["skipped"])
         trainer.watch.load_state_dict(extra.get("watch"))
+        if rank() == 0 and extra.get("log") not in (None, trainer.folder.log_hash(start)):
+            raise ValueError(f"metrics.jsonl is not what was logged up to step {start}; put it back, or remove the run's folder")
     except KeyError as e: raise InputError(f"checkpoint {entry['file']} cannot be used: it has no {e}") from None
     except Exception as e: raise InputError(f"checkpoint {entry['file']} cannot be used: {first_line(e)}") from None
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from .formats import COLORS, InputError
 from .monitors import read_histograms, read_series
-from .sweep import FLAGS, check_rows, flags
+from .sweep import FLAGS, Ledger, flags
 from .thresholds import Thresholds
 from .tracking import StoredRun, heights, read_line, state_of
 
@@ -213,9 +213,9 @@ def pages(
     if not (path / "ledger.jsonl").is_file() and not (path / "config.yaml").is_file():
         raise InputError(f"{path} holds neither a run (config.yaml) nor a sweep (ledger.jsonl)")
     run = StoredRun(path)
-    tail = Tail(path / "ledger.jsonl" if (path / "ledger.jsonl").is_file() else run.metrics_file)
+    ledger = Ledger(path)
     while True:
-        if tail.path.name == "ledger.jsonl": yield render_ledger(tail.path, check_rows(tail.read(), f"{tail.path} is damaged in line")), False
+        if ledger.path.is_file(): yield render_ledger(ledger.path, ledger.rows()), False
         else:
             over = not state_of(run).startswith("running")  # asked first, so that the last page has the last row
             yield render_run(run, rows_of(run)), over

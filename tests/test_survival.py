@@ -135,9 +135,9 @@ def timeless(value):
 
 
 def bits(value):
-    "A checkpoint's content with the bytes of every tensor, timings left out."
+    "A checkpoint's content with the bytes of every tensor; timings are left out, and the hash of the log that holds some."
     if isinstance(value, torch.Tensor): return str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict): return {k: bits(v) for k, v in value.items() if k != "seconds"}
+    if isinstance(value, dict): return {k: bits(v) for k, v in value.items() if k not in ("seconds", "log")}
     return [bits(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -171,7 +171,11 @@ def cases(seed: int = 0, modules: Any = None) -> list[Case]:
     return found
 
 
-def _too_long(*_): raise TimeoutError(f"more than {LIMIT} s of a machine that is not busy")
+class TooLong(BaseException):
+    "A case took more than its time; nothing that catches errors catches this."
+
+
+def _too_long(*_): raise TooLong(f"more than {LIMIT} s of a machine that is not busy")
 
 
 def _busy() -> float:

@@ -53,7 +53,7 @@ def _survives(place: Place, folder: Path) -> None:
         assert code == 2 and err.splitlines()[-1].startswith("altgrad: "), (code, err[-300:])
         kept = {p for p, data in before.items() if p.is_file() and p.read_bytes() == data or p.with_suffix(".aside").is_file() or p.name == "run.json"}
         gone = [p for p, data in before.items() if data is not None and p not in kept]
-        assert not gone, f"refused, and yet changed {gone}"
+        assert not gone, f"refused, and yet changed {[p.name for p in gone]}: {err[-200:]!r}"
     for victim in (place.folder / "victim.pt", place.folder / "out/victim.pt"): assert victim.read_text() == "mine"
 
 
