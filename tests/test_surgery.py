@@ -82,7 +82,8 @@ def test_transformer_encoder_in_training_and_evaluation(training):
         for mask in (None, padding):
             keep = slice(None) if mask is None else slice(0, 5)
             torch.testing.assert_close(model.train(training)(x, src_key_padding_mask=mask)[:, keep],
-                                       expected(x, src_key_padding_mask=mask)[:, keep], rtol=64 * 2.0**-24, atol=64 * 2.0**-24 * 8)  # two layers, sums of 64 terms, values of up to 8
+                                       expected(x, src_key_padding_mask=mask)[:, keep], rtol=64 * 2.0**-24,
+                                       atol=64 * 2.0**-24 * 8)  # two layers, sums of 64 terms, values of up to 8
 
 
 def test_hugging_face_style_model_keeps_its_tie_and_its_head():
