@@ -374,7 +374,7 @@ def test_adamw_is_the_baseline_by_either_name(name):
     from altgrad.sweep import Tuning
 
     cells = [Arm(storage=s, rule=rule, lr=0.0) for s in ("fp32", "grid_nearest") for rule in (name, "madam")]
-    losses = torch.arange(4.0).view(4, 1, 1, 1) + torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)) * 1e-3
+    losses = torch.arange(4.0).view(4, 1, 1, 1) + torch.randn(4, 2, 3, 5, generator=torch.Generator().manual_seed(0)) * 1e-3
     cubes = {cell: loss.double().numpy() for cell, loss in zip(cells, losses)}
     tuned = {cell: Tuning([], [0.01], [1.0], 0, "") for cell in cells}
     study = Study(("stdlib-0.1m-0", "stdlib-0.1m-1"), (0, 1, 2), {}, tuned, cubes, {}, losses[0, :, 0, 0].numpy())
