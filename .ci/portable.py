@@ -1,6 +1,6 @@
 """Makes this machine compute as others would: runs what depends on floating-point sums in every setting, or measures what a setting moves.
 
-python .ci/portable.py             # the notebooks and tests below in every setting; `make portable` (about an hour and a half on two cores)
+python .ci/portable.py             # the notebooks and tests below in every setting; `make portable` (an hour or two on two cores)
 python .ci/portable.py --quick     # the two settings that differ most, on the notebooks where a sum decides most; part of .ci/run (minutes)
 python .ci/portable.py --measure   # checksums and losses of this machine in every setting, into nbs/results/portability.json (minutes)
 """
@@ -213,20 +213,62 @@ def measure_here() -> dict[str, Any]:
             "products": {**products(), "initial weights": start}, "losses": losses()}
 
 
+def cpu() -> str:
+    "The processor: its name, and what tells two of one name apart."
+    try: lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError: return machine()["cpu"]
+    facts = dict(map(str.strip, line.split(":", 1)) for line in reversed(lines) if ":" in line)
+    return f"{machine()['cpu']}, family {facts.get('cpu family', '?')}, model {facts.get('model', '?')}"
+
+
 def measure_all(path: Path) -> int:
-    "Measures every setting in a process of its own, and puts the results beside those of other machines."
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"config": {}, "entries": {}}
-    stored["config"] = {"updates": UPDATES, "trained": [list(t) for t in TRAINED], "arms": list(ARMS), "settings": SETTINGS,
-                        "text": hashlib.sha256(text().encode()).hexdigest()}
-    cpu = machine()["cpu"]
+    "Measures every setting in a process of its own, and puts the results beside those of other machines; each is stored at once."
+    commit, here = git_commit(), cpu()
     for setting in SETTINGS:
         began = time.perf_counter()
         done = subprocess.run([sys.executable, __file__, "--here"], cwd=ROOT, env=environment(setting), stdout=subprocess.PIPE, text=True, check=True)
-        facts = {"machine": machine(), "setting": setting, "versions": versions(), "commit": git_commit()}
-        stored["entries"][f"{cpu} / {setting}"] = {**facts, **json.loads(done.stdout.splitlines()[-1])}
+        facts = {"cpu": here, "machine": machine(), "setting": setting, "versions": versions(), "commit": commit}
+        keep(path, "entries", f"{here} / {setting}", {**facts, **json.loads(done.stdout.splitlines()[-1])})
         print(f"{setting}: {time.perf_counter() - began:.0f} s", flush=True)
-    write_atomic(path, json.dumps(stored, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "verify.json")
+        for rounding, names in PROVED.items(): subprocess.run([*PROVE, "--out", file, "--rounding", rounding, "--format", *names], cwd=ROOT, check=True)
+        keep(path, "proofs", here, part_of_the_proof(file))
+        run = Trainer(find_config(DEMO), folder)
+        run.run(progress=False)
+        keep(path, "demos", here, course_of(run.folder.record(), run.folder.metrics()))
     return 0
+
+
+def keep(path: Path, part: str, key: str, value: dict[str, Any]) -> None:
+    "Stores one result beside the others."
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"entries": {}, "proofs": {}, "demos": {}}
+    stored["config"] = {"updates": UPDATES, "trained": [list(t) for t in TRAINED], "arms": list(ARMS), "settings": SETTINGS,
+                        "text": hashlib.sha256(text().encode()).hexdigest()}
+    stored[part][key] = value
+    write_atomic(path, json.dumps(stored, indent=1) + "\n")
+
+
+# a part of `make verify` and of the demo, which other CPUs did as well
+DEMO = "bf16_baseline"
+PROVE = [sys.executable, ".ci/verify.py", "--overflow", "saturate"]
+PROVED = {"nearest": ("E4M3", "E7M0"), "stochastic": ("E3M4", "E4M3", "E5M2", "E7M0")}
+
+
+def part_of_the_proof(path: Path) -> dict[str, Any]:
+    "From a file of `make verify`: the circumstances, and what of its results does not depend on the time."
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    rows = {key: stored["results"][key] for key in (f"{name}/{rounding}/saturate" for rounding, names in PROVED.items() for name in names)}
+    results = {key: {k: v for k, v in row.items() if k in ("patterns", "segments", "draws", "standard_errors", "mismatches")} for key, row in rows.items()}
+    commit, code = (next(iter(rows.values()))[key] for key in ("commit", "code"))
+    return {"machine": stored["machine"], "versions": stored["versions"], "commit": commit, "code": code, "results": results}
+
+
+def course_of(record: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    "From a run's record and rows: the circumstances, and its losses."
+    facts = {"machine": record["machine"], "versions": record["versions"], "commit": record["git_commit"].rstrip("+"), "seed": record["seed"]}
+    return {**facts, "compute_dtype": record["compute_dtype"], "corpus": record["corpus"]["hash"], "val_loss": record["results"]["val_loss"],
+            "loss": [round(row["loss"], 5) for row in rows]}
 
 
 def main() -> int:
