@@ -112,7 +112,8 @@ def test_gains_of_the_first_sentence(central):
 
 
 def test_table_of_slopes(central, retuned):
-    rows = re.findall(r"\| (grid_\w+|master) \| (E\dM\d) \| ([-+.\d]+) \[([-+.\d]+), ([-+.\d]+)\] \| \[([-+.\d]+), ([-+.\d]+)\] \| ([.\d]+) \|", said("the_answer"))
+    number, both = r"([-+.\d]+)", r"\[([-+.\d]+), ([-+.\d]+)\]"
+    rows = re.findall(rf"\| (grid_\w+|master) \| (E\dM\d) \| {number} {both} \| {both} \| ([.\d]+) \|", said("the_answer"))
     assert len(rows) == 18
     p_values = []
     for storage, fmt, mean, low, high, from_, to, _ in rows:
@@ -176,8 +177,9 @@ def test_more_tuning_for_the_large_gain():
     "What is said of amendment 2, as soon as it is complete."
     rows = table(LEDGER / "amended")
     rows = rows[rows.matrix == "headline_e7m0"]
-    found = re.search(r"on fresh seeds S\^-1 in E7M0 ends ([-.\d]+) nats \[([-.\d]+), ([-.\d]+)\] below AdamW under stochastic rounding; without quantization it (costs|gains) ([.\d]+)",
-                      said("the_answer"))
+    sentence = (r"on fresh seeds S\^-1 in E7M0 ends ([-.\d]+) nats \[([-.\d]+), ([-.\d]+)\] below AdamW under stochastic rounding; "
+                r"without quantization it (costs|gains) ([.\d]+)")
+    found = re.search(sentence, said("the_answer"))
     if (rows.split == "confirm").sum() < 96: return
     runs = Runs(rows, "stdlib-0.1m", set(range(1100, 1112)), set(range(16, 24)))
     check(*found.groups()[:3], runs.gain("E7M0", "grid_stochastic", -1.0), 3)
