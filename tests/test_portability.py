@@ -98,6 +98,8 @@ def test_a_failing_notebook_fails_the_run(monkeypatch, capsys):
     assert portable.run_all(["as it is", "two threads"], ["good", "bad"]) == 2
     said = capsys.readouterr().out
     assert "1/2" in said and said.count("why it failed") == 2 and portable.run_all(["as it is"], ["good"]) == 0
+    monkeypatch.setattr(portable, "run", lambda setting, name: (1, 1.0, f"error: {portable.TORCH_CANNOT}"))
+    assert portable.run_all(["as it is"], ["good"]) == 0 and "0/1" in capsys.readouterr().out  # neither failed nor passed
 
 
 BARE = re.compile(r"\b(rtol|atol|rel_tol|abs_tol|abs|rel)=\d[\d.]*e-\d+|assert\b.*\babs\(.*<=? \d[\d.]*e-\d+")
