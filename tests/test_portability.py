@@ -62,7 +62,7 @@ def test_every_machine_was_measured_in_at_least_five_settings():
         mine = {key.split(" / ")[1]: entry for key, entry in ENTRIES.items() if key.startswith(f"{cpu} / ")}
         assert len(mine) >= 5 and "as it is" in mine and set(mine) <= set(portable.SETTINGS)
         for setting, entry in mine.items():
-            assert entry["setting"] == setting and entry["machine"]["cpu"] == cpu and entry["versions"]["torch"] and len(entry["commit"]) == 40
+            assert entry["setting"] == setting and entry["cpu"] == cpu and entry["versions"]["torch"] and len(entry["commit"]) == 40
             assert entry["threads"] == int(portable.SETTINGS[setting].get("OMP_NUM_THREADS", 1)) and all(2 < loss < 6 for loss in entry["losses"].values())
 
 
@@ -98,6 +98,8 @@ def test_a_failing_notebook_fails_the_run(monkeypatch, capsys):
     assert portable.run_all(["as it is", "two threads"], ["good", "bad"]) == 2
     said = capsys.readouterr().out
     assert "1/2" in said and said.count("why it failed") == 2 and portable.run_all(["as it is"], ["good"]) == 0
+    monkeypatch.setattr(portable, "run", lambda setting, name: (1, 1.0, f"error: {portable.TORCH_CANNOT}"))
+    assert portable.run_all(["as it is"], ["good"]) == 0 and "0/1" in capsys.readouterr().out  # neither failed nor passed
 
 
 BARE = re.compile(r"\b(rtol|atol|rel_tol|abs_tol|abs|rel)=\d[\d.]*e-\d+|assert\b.*\babs\(.*<=? \d[\d.]*e-\d+")
