@@ -179,6 +179,7 @@ def unpack_state(
         raise InputError(f"checkpoint {name} cannot be used: {reason}") from None
     return state["step"], state["extra"]
 
+# %% ../nbs/11_checkpoint.ipynb #ab1a50d1
 def load_checkpoint(
     path: Path | str,  # a file of `save_checkpoint`
     model: nn.Module,  # of the same shape; filled in place

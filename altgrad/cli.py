@@ -402,6 +402,7 @@ def _refuse_empty(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         if value == "" or isinstance(value, list) and "" in value: raise InputError(f"the argument {name!r} is empty")
 
+# %% ../nbs/16_cli.ipynb #7f8fdd19
 def _run(args: argparse.Namespace) -> int:
     "Runs the command; one line and exit code 2 where the request is wrong, 1 where the disk is full."
     from altgrad.checkpoint import WriteError

@@ -93,10 +93,8 @@ class RayWorkers:
 
     def __exit__(self, *_) -> None:
         if self.owner: self.ray.shutdown()
-
     def submit(self, work: Callable, arm: Arm) -> Future:
         "A run, somewhere; its future holds the row, or the error. One that the GPUs' engine cannot make is made on a CPU, and takes no GPU."
         on_gpu = bool(self.gpus) and _kind_if_stacked(arm) is not None
         return self.task.options(num_gpus=self.gpus * on_gpu).remote(self.setup, self.sweep.run_id(arm), arm, self.device if on_gpu else None).future()
-
     def restart(self) -> None: pass  # Ray replaces its workers itself

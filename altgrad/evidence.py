@@ -545,6 +545,7 @@ def moved_on_tuning(
     "A contrast from tuning losses, each arm at its tuned rate and half an octave beside it."
     return _moved(study, weights, lambda cell, k: study.tuned[cell].losses[k])
 
+# %% ../nbs/14d_evidence.ipynb #de774aac
 def moved(
     study: Study,
     weights: Weights,  # e.g. of D or a gain

@@ -82,6 +82,7 @@ class Shadow:
             sums = torch.stack([(a * b).sum(dtype=torch.float64) for a, b in ((g, h), (g, g), (h, h), (g - h, g - h))])
             parcel["shadow", name, isinstance(self.model.get_submodule(name), Quantized)] = sums
 
+# %% ../nbs/09_shadow.ipynb #063762cc
 def shadow_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
 ) -> dict[str, float]:  # path to value; NaN where it is not defined

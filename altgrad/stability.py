@@ -97,7 +97,6 @@ class StabilitySearch(Sweep):
             if (j := self.bracket(cell, guess).next) is None: continue
             jobs += [Job(arm, "max-lr") for arm in self.probes(cell, rate_of(guess, j)) if self.run_id(arm) not in self.rows]  # a failed run is there
         return Plan("max-lr" if jobs else "done", jobs, list(self.matrix.cells), {})
-
     def found(self) -> list[dict[str, Any]]:
         "For each arm: its largest stable rate and the smallest unstable one (None where the search met none), and whether the search is over."
         return [_row_of(cell, guess, self.bracket(cell, guess)) for cell, guess in self.matrix.cells]

@@ -69,17 +69,13 @@ class GridTensor(torch.Tensor):
 
     def __repr__(self, *args, **kwargs):
         return f"GridTensor({self.fmt.name}, {self.how['rounding']}, scale={self.scale.item():g}, shape={tuple(self.shape)})"
-
     def __tensor_flatten__(self): return list(self.parts()), self.how
-
     @staticmethod
     def __tensor_unflatten__(inner, how, size, stride): return GridTensor(**inner, how=how)
-
     def __reduce_ex__(self, protocol):
         "For pickle: plain tensors and plain values, so that `torch.load` reads them with `weights_only`."
         how = {**self.how, "fmt": asdict(self.fmt)}
         return _rebuild, (self.parts(), how, isinstance(self, nn.Parameter), self.requires_grad)
-
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None): return _dispatch(func, args, kwargs or {})
 

@@ -182,6 +182,7 @@ def _mean(losses: Iterable[Loss | None]) -> Loss:
     "The mean of runs that have all been made."
     return Loss(*(statistics.fmean(values) for values in zip(*(x for x in losses if x is not None))))
 
+# %% ../nbs/14c_sweep.ipynb #e201fcf0
 def tuning(
     cell: Arm,
     middle: float,  # of its learning rates
@@ -269,6 +270,7 @@ def check_row(
         value = row.get(key)
         holds = is_number(value) if kind == "number" else type(value) is _TYPES[kind]
         if value is not None and not holds: raise InputError(f"{place}: {key} must be a {kind}, not {one_line(value, 60)!r}")
+        if kind == "text" and value is not None and len(value) > 1000: raise InputError(f"{place}: {key} has {len(value)} characters; allowed: 1000")
     if any(v is not None and not is_number(v) for v in row.get("curve") or ()): raise InputError(f"{place}: curve must be a list of numbers")
 
 def check_rows(
@@ -513,18 +515,7 @@ class Sweep:
     def plan(self) -> Plan: return plan(self.matrix, self.loss)
     def _repr_html_(self) -> str: return _sweep_html(self)
 
-    def check(self) -> None:
-        "InputError for what would end the sweep later: a folder that cannot be written, a text that is missing or too short, a damaged checkpoint."
-        check_place(self.out)
-        check_place(self.bench.folder, "choose another --checkpoints")
-        if self.ledger.path.exists() and not self.ledger.path.is_file(): raise InputError(f"{self.ledger.path} is not a file")
-        for name in self.matrix.checkpoints:
-            if os.path.lexists(self.bench.file(name)): self.bench.state(name)
-            else: self.bench.corpus(recipe_of(name)[0].corpus)
-        block_size = recipe_of(self.matrix.checkpoints[0])[0].block_size
-        for label in {arm.corpus for arm, _ in self.matrix.cells}:
-            for split in SPLITS: validation_pieces(self.bench.corpus(label).val, split, block_size, self.matrix.task)
-
+    def check(self) -> None: _check_sweep(self)
     def build(self) -> None:
         "Pretrains the checkpoints that are not there; nothing is done before `check`."
         self.check()
@@ -535,17 +526,34 @@ class Sweep:
 
     def run(self, workers: int = 1, progress: bool = True, pool: Any = None) -> int:
         "Makes every run that is missing, stage after stage, here or in another pool (`altgrad.cluster`); how many runs failed in this call."
-        facts = {"tier": self.matrix.tier, "matrix": self.matrix.name, "commit": git_commit(), "protocol": protocol_commit()}
-        failed = 0
-        with self.ledger.writing() as append:
-            setup = self.bench.folder, self.bench.data, self.bench.task, self.bench.cache
-            with pool or Workers(workers, setup) as pool:
-                while (todo := self.plan()).stage != "done":
-                    for row in _stage(self, todo, pool, facts, progress):
-                        append(row)
-                        self.rows[row["run"]] = row
-                        failed += row["error"] is not None
-        return failed
+        return _run_sweep(self, workers, progress, pool)
+
+# %% ../nbs/14c_sweep.ipynb #5b1c397e
+def _check_sweep(sweep: Sweep) -> None:
+    "InputError for what would end the sweep later: a folder that cannot be written, a text that is missing or too short, a damaged checkpoint."
+    check_place(sweep.out)
+    check_place(sweep.bench.folder, "choose another --checkpoints")
+    if sweep.ledger.path.exists() and not sweep.ledger.path.is_file(): raise InputError(f"{sweep.ledger.path} is not a file")
+    for name in sweep.matrix.checkpoints:
+        if os.path.lexists(sweep.bench.file(name)): sweep.bench.state(name)
+        else: sweep.bench.corpus(recipe_of(name)[0].corpus)
+    block_size = recipe_of(sweep.matrix.checkpoints[0])[0].block_size
+    for label in {arm.corpus for arm, _ in sweep.matrix.cells}:
+        for split in SPLITS: validation_pieces(sweep.bench.corpus(label).val, split, block_size, sweep.matrix.task)
+
+def _run_sweep(sweep: Sweep, workers: int, progress: bool, pool: Any) -> int:
+    "`Sweep.run`."
+    facts = {"tier": sweep.matrix.tier, "matrix": sweep.matrix.name, "commit": git_commit(), "protocol": protocol_commit()}
+    failed = 0
+    with sweep.ledger.writing() as append:
+        setup = sweep.bench.folder, sweep.bench.data, sweep.bench.task, sweep.bench.cache
+        with pool or Workers(workers, setup) as pool:
+            while (todo := sweep.plan()).stage != "done":
+                for row in _stage(sweep, todo, pool, facts, progress):
+                    append(row)
+                    sweep.rows[row["run"]] = row
+                    failed += row["error"] is not None
+    return failed
 
 # %% ../nbs/14c_sweep.ipynb #4325de33
 def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any], progress: bool) -> Iterator[dict[str, Any]]:

@@ -213,17 +213,7 @@ class RunFolder(_Locked):
     "One run on disk, to be written; that is one process's business."
     def check(self, config: dict) -> bool:
         "Whether this very run is here already; InputError if another one is (naming the first difference), if it is in use, or if none can be."
-        check_place(self.path)
-        for path, fits in [(p, p.is_file()) for p in self._files] + [(p, p.is_dir()) for p in (self.checkpoints.folder, self.series_folder)]:
-            if os.path.lexists(path) and not fits: raise InputError(f"{path} is not what a run has there; choose another --out or name, or remove it")
-        if self.in_use(): raise _in_use(self.path)
-        stored = self.stored_config()
-        if stored is None: return False
-        for key in {**config, **stored}:
-            if config.get(key) != stored.get(key):
-                raise InputError(f"{self.path} holds a run with {key}={stored.get(key)!r}, not {config.get(key)!r}; "
-                                 "choose another --out or name, or remove that folder")
-        return True
+        return _is_here(self, config)
 
     def create(self, config_text: str) -> None:
         "Makes the folder with its config; InputError if that is not possible."
@@ -256,6 +246,21 @@ class RunFolder(_Locked):
                 file.truncate([0, *_line_ends(self.metrics_file)][steps])
                 os.fsync(file.fileno())
         except OSError as e: raise WriteError(f"cannot write {self.metrics_file}: {e.strerror}") from None
+
+# %% ../nbs/12_tracking.ipynb #aff2d0d9
+def _is_here(folder: RunFolder, config: dict) -> bool:
+    "`RunFolder.check`."
+    check_place(folder.path)
+    for path, fits in [(p, p.is_file()) for p in folder._files] + [(p, p.is_dir()) for p in (folder.checkpoints.folder, folder.series_folder)]:
+        if os.path.lexists(path) and not fits: raise InputError(f"{path} is not what a run has there; choose another --out or name, or remove it")
+    if folder.in_use(): raise _in_use(folder.path)
+    stored = folder.stored_config()
+    if stored is None: return False
+    for key in {**config, **stored}:
+        if config.get(key) != stored.get(key):
+            raise InputError(f"{folder.path} holds a run with {key}={stored.get(key)!r}, not {config.get(key)!r}; "
+                             "choose another --out or name, or remove that folder")
+    return True
 
 # %% ../nbs/12_tracking.ipynb #e92034a2
 def read_line(line: bytes | str) -> dict[str, Any] | None:

@@ -191,6 +191,7 @@ class _Noting:
 def _check_unread(c: TrainConfig) -> None:
     "InputError for a setting of the geometry that the rule does not read, or cannot take: the rule is made for one weight, to see."
     noting = _Noting(c)
+    if all(getattr(c, key) == usual for key, usual in _GEOMETRY.items()): return  # nothing was asked for, and making a rule loads a compiler
     if c.format is not None: RULES[c.rule]([nn.Parameter(torch.ones(1, 1))], noting, 1.0, 0.0)
     for key, usual in _GEOMETRY.items():
         given, usual = (value if value is not None else "null" for value in (getattr(c, key), usual))

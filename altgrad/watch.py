@@ -185,6 +185,7 @@ def _outcomes(rows: list[dict[str, Any]]) -> Table:
     if len(groups) > MOST: table.add_row("...", f"{len(groups) - MOST} more")
     return table
 
+# %% ../nbs/15b_watch.ipynb #cb09a2d4
 def render_ledger(
     path: Path,  # ledger.jsonl
     rows: list[dict[str, Any]],

@@ -106,7 +106,7 @@ def test_seeds_are_paired_and_their_mean_gap_has_its_interval(paired):
     base, row = json.loads(done.stdout)["rows"]
     assert row["gap_nats"] == pytest.approx((first + second) / 2) and row["val_loss"] == pytest.approx((loss[names[1]] + loss[f"{names[1]}_seed43"]) / 2)
     half = 12.7062 * abs(first - second) / 2  # Student's t for one degree of freedom; the standard error of two
-    assert [row["gap_low"], row["gap_high"]] == pytest.approx([row["gap_nats"] - half, row["gap_nats"] + half], rel=1e-4)
+    assert [row["gap_low"], row["gap_high"]] == pytest.approx([row["gap_nats"] - half, row["gap_nats"] + half], rel=1e-4)  # the table of t has five digits
     assert row["within_noise"] is (row["gap_low"] <= 0 <= row["gap_high"]) and base["is_baseline"] and json.loads(done.stdout)["seeds"] == [42, 43]
     assert [r["gap_nats"] for r in single["rows"]] == [None, None] and single["about_gaps"].startswith("one seed")
 

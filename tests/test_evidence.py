@@ -18,7 +18,7 @@ from altgrad.sweep import loss_of_row, plan, read_matrix
 
 STUDIES = Path(__file__).resolve().parent.parent / "nbs/studies"
 PAGES = ("the_answer", "failure_atlas", "dashboard")
-MATRICES = [read_matrix(p.read_text()) for p in sorted(STUDIES.glob("matrices/*.yaml"))]
+MATRICES, AMENDED = ([read_matrix(p.read_text()) for p in sorted(STUDIES.glob(f"matrices/{where}*.yaml"))] for where in ("", "amended/"))
 METRICS = ("dead_zone", "stall", "flips", "ulps", "sign_flips", "step_rms", "noise_rms")
 NOISE = {"fp32": 0, "master": 0.1, "grid_nearest": 2, "grid_stochastic": 1}  # how much a storage costs
 
@@ -62,13 +62,17 @@ def ledger(matrices) -> list[dict]:
 def complete() -> list[dict]: return ledger(MATRICES)
 
 
-def show(page: str, rows: list[dict], monkeypatch) -> str:
+@pytest.fixture(scope="module")
+def amended() -> list[dict]: return ledger(AMENDED)
+
+
+def show(page: str, rows: list[dict], monkeypatch, amended: list[dict] | None = None) -> str:
     "Runs a page's cells on these rows; all that it says."
     import matplotlib
 
     matplotlib.use("Agg")
     said = []
-    monkeypatch.setattr(evidence, "read_ledger", lambda _: rows)
+    monkeypatch.setattr(evidence, "read_ledger", lambda folder: (amended or []) if folder.endswith("amended") else rows)
     monkeypatch.setattr("IPython.display.Markdown", said.append)
     monkeypatch.chdir(STUDIES)
     names = {}
@@ -90,8 +94,8 @@ def test_the_analysis_finds_the_truth(complete):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_of_a_complete_ledger(page, complete, monkeypatch):
-    text = show(page, complete, monkeypatch)
+def test_pages_of_a_complete_ledger(page, complete, amended, monkeypatch):
+    text = show(page, complete, monkeypatch, amended)
     assert "nan" not in text.replace("nance", ""), [line for line in text.splitlines() if "nan" in line]
     if page != "the_answer": return
     assert "It depends on the rounding" in text or "the same under every rounding" in text

@@ -38,7 +38,7 @@ def test_a_case_that_does_not_hold_is_reported(tmp_path):
         from pathlib import Path
         from hostile import core
         from hostile.core import Case
-        core.LIMIT = 1
+        core.LIMIT, core.WAIT = 1, 2
         def wrong(place): raise KeyError("x")
         def hangs(place):
             while True: time.sleep(1)

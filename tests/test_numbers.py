@@ -121,7 +121,7 @@ def test_table_of_slopes(central, retuned):
         runs = retuned if (storage, fmt) == ("grid_nearest", "E7M0") else central
         d = runs.slope(fmt, storage) - runs.slope(fmt, "fp32")
         p_values.append(max(0.001, stats.ttest_1samp(d.mean((1, 2)), 0).pvalue))
-        assert np.allclose([float(mean), float(low), float(high)], [d.mean(), *interval(d)], atol=0.51e-4, rtol=0)
+        assert np.allclose([float(mean), float(low), float(high)], [d.mean(), *interval(d)], atol=0.51e-4, rtol=0)  # printed with four digits
         assert np.allclose([float(from_), float(to)], drawn(d), atol=near(d) + 0.51e-4, rtol=0)
     order, least = np.argsort(p_values), 0.0
     for rank, i in enumerate(order):
@@ -137,14 +137,15 @@ def test_table_of_every_rule(central):
     for line in lines[lines.index(head) + 2 :]:
         if not line.startswith("| "): break
         storage, fmt, adamw, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        assert abs(float(adamw.split()[0]) - central.losses(fmt, storage).mean()) < 0.51e-3
+        assert abs(float(adamw.split()[0]) - central.losses(fmt, storage).mean()) < 0.51e-3  # printed with three digits
         assert adamw.split("@")[1].rstrip("*") == f"{central.rate(fmt, storage):.2g}"
         for rule, cell in zip(rules, cells):
             if not cell or cell == "not run" or not rule.startswith("S^"): continue
             power, placement = float(rule.split()[0][2:]), "gradient" if "gradient" in rule else "update"
             d = central.gain(fmt, storage, power, placement) - central.gain(fmt, "fp32", power, placement)
             mean, low, high, rate = re.match(r"\**([-+.\d]+) \[([-+.\d]+), ([-+.\d]+)\]\** @([-.e\d]+)", cell).groups()
-            assert np.allclose([float(mean), float(low), float(high)], [d.mean(), *interval(d)], atol=0.51e-3, rtol=0), (storage, fmt, rule)
+            printed = [float(mean), float(low), float(high)]
+            assert np.allclose(printed, [d.mean(), *interval(d)], atol=0.51e-3, rtol=0), (storage, fmt, rule)  # three digits
             assert rate == f"{central.rate(fmt, storage, power, placement):.2g}"
             checked += 1
     assert checked > 120
@@ -167,11 +168,11 @@ def test_what_the_amendments_changed(central, retuned):
     rows = re.findall(r"\| (D|B|gain) \| (\w+) \| (E\dM\d) \| ([-+.\d]+) \[.*?\] \| ([\w ]+) \| ([-+.\d]+) \[([-+.\d]+), ([-+.\d]+)\] \|", said("the_answer"))
     assert ("D", "grid_nearest", "E7M0") in {row[:3] for row in rows}
     for effect, storage, fmt, before, judged, now, low, high in rows:
-        assert abs(old[effect, storage, fmt]["mean"] - float(before)) < 0.51e-4 and old[effect, storage, fmt]["verdict"] == judged
+        assert abs(old[effect, storage, fmt]["mean"] - float(before)) < 0.51e-4 and old[effect, storage, fmt]["verdict"] == judged  # printed with four digits
         if effect != "D": continue
         runs = retuned if (storage, fmt) == ("grid_nearest", "E7M0") else central
         d = runs.slope(fmt, storage) - runs.slope(fmt, "fp32")
-        assert np.allclose([float(now), float(low), float(high)], [d.mean(), *interval(d)], atol=0.51e-4, rtol=0)
+        assert np.allclose([float(now), float(low), float(high)], [d.mean(), *interval(d)], atol=0.51e-4, rtol=0)  # printed with four digits
 
 
 def test_more_tuning_for_the_large_gain():
@@ -185,4 +186,4 @@ def test_more_tuning_for_the_large_gain():
     runs = Runs(rows, "stdlib-0.1m", set(range(1100, 1112)), set(range(16, 24)))
     check(*found.groups()[:3], runs.gain("E7M0", "grid_stochastic", -1.0), 3)
     control = runs.gain("E7M0", "fp32", -1.0).mean()
-    assert found[4] == ("gains" if control > 0 else "costs") and abs(float(found[5]) - abs(control)) < 0.51e-3
+    assert found[4] == ("gains" if control > 0 else "costs") and abs(float(found[5]) - abs(control)) < 0.51e-3  # printed with three digits

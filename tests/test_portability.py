@@ -78,8 +78,6 @@ def test_the_proof_came_out_the_same_on_another_cpu():
 def test_the_demo_that_two_cpus_ran_is_one_run():
     first, *others = STORED["demos"].values()
     assert others and all((run["seed"], run["corpus"], len(run["loss"])) == (first["seed"], first["corpus"], 300) for run in others)
-    stored = json.loads((ROOT / "nbs/results/first_light.json").read_text(encoding="utf-8"))["arms"][0]
-    assert first["loss"] == stored["loss"] and first["val_loss"] == stored["record"]["results"]["val_loss"]
 
 
 def test_the_lists_name_what_exists():

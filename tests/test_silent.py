@@ -210,7 +210,7 @@ def test_metrics_hold_the_rate_of_the_rule(here, tmp_path, monkeypatch):
     run = trainer.Trainer(small(here, rule="riemannian_adamw", rule_lr=0.5, lr=1e-3, warmup_steps=2), tmp_path)
     run.run(progress=False)
     for row in run.folder.metrics():
-        assert row["rule_lr"] == pytest.approx(0.5 * row["lr"] / 1e-3, rel=1e-12)
+        assert row["rule_lr"] == pytest.approx(0.5 * row["lr"] / 1e-3, rel=8 * 2.0**-53)
     assert {"lr", "rule_lr", "nonfinite_weights"} <= {metric.name for section in METRICS for metric in section.metrics}
 
 
@@ -259,7 +259,7 @@ def test_the_whole_shadow_is_of_the_rounded_layers():
     shadow.measure(batch, parcel)
     said, exact = shadow_metrics(parcel.unpack()), shadow_gradients(model, batch, shadow.states)
     g, h = (torch.cat([t.double().flatten() for t in ts]) for ts in zip(*[(model.get_submodule(n).weight.grad, exact[n]) for n in exact if n != "lm_head"]))
-    assert said["shadow/all/cosine"] == pytest.approx(float(g @ h / g.norm() / h.norm()), abs=1e-6) and "shadow/lm_head/cosine" in said
+    assert said["shadow/all/cosine"] == pytest.approx(float(g @ h / g.norm() / h.norm()), abs=64 * 2.0**-24) and "shadow/lm_head/cosine" in said
 
 
 def stored_run(folder: Path, config: str, bad: bool) -> Path:
@@ -379,5 +379,5 @@ def test_adamw_is_the_baseline_by_either_name(name):
     tuned = {cell: Tuning([], [0.01], [1.0], 0, "") for cell in cells}
     study = Study(("stdlib-0.1m-0", "stdlib-0.1m-1"), (0, 1, 2), {}, tuned, cubes, {}, losses[0, :, 0, 0].numpy())
     found = effect(contrast(study, gain(study, cells[3])), draws=100)
-    assert found is not None and found.mean == pytest.approx(2 - 3, abs=5e-3)
-    assert effect(contrast(study, gain_over_fp32(study, cells[3])), draws=100).mean == pytest.approx((2 - 3) - (0 - 1), abs=5e-3)
+    assert found is not None and found.mean == pytest.approx(2 - 3, abs=5e-3)  # the made-up noise of a cell
+    assert effect(contrast(study, gain_over_fp32(study, cells[3])), draws=100).mean == pytest.approx((2 - 3) - (0 - 1), abs=5e-3)  # the made-up noise of a cell
