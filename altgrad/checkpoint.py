@@ -284,6 +284,7 @@ class Checkpoints(_Manifest):
 # %% ../nbs/11_checkpoint.ipynb #033fa1a7
 def _inspect(path: Path, sha256: str | None) -> tuple[str, bytes]:
     "What is wrong with a file ('' if nothing is), and its content."
+    if path.exists() and not path.is_file(): return "not a file", b""  # a pipe would be waited for
     try: data = path.read_bytes()
     except OSError as e: return f"not readable ({e.strerror})", b""
     if sha256 is not None: return ("" if _sha256(data) == sha256 else "damaged (its SHA-256 differs)"), data

@@ -774,6 +774,7 @@ def _listed(folder: Path) -> dict[str, str] | None:
 
 def _part_fault(path: Path, sha: str) -> str:
     "What is wrong with a listed part; empty if nothing is."
+    if path.exists() and not path.is_file(): return "not a file"  # a pipe would be waited for
     try: data = path.read_bytes()
     except OSError as e: return f"not readable ({e.strerror})"
     return "" if hashlib.sha256(data).hexdigest() == sha else "damaged (its SHA-256 differs)"

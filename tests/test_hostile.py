@@ -38,7 +38,7 @@ def test_a_case_that_does_not_hold_is_reported(tmp_path):
         from pathlib import Path
         from hostile import core
         from hostile.core import Case
-        core.LIMIT, core.WAIT = 1, 2
+        core.LIMIT, core.WAIT = 3, 6
         def wrong(place): raise KeyError("x")
         def hangs(place):
             while True: time.sleep(1)
@@ -55,5 +55,5 @@ def test_a_case_that_does_not_hold_is_reported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(ROOT / "tests"), str(tmp_path)], capture_output=True, text=True, timeout=300)
     said = dict(line.split("|") for line in done.stdout.splitlines())
     assert done.returncode == 0 and said.keys() == {"wrong", "hangs", "deaf", "dies", "accepts", "right"}, done.stderr
-    words = {"wrong": "KeyError", "hangs": "more than 1 s", "deaf": "hung", "dies": "died", "accepts": "accepted"}
+    words = {"wrong": "KeyError", "hangs": "more than 3 s", "deaf": "hung", "dies": "died", "accepts": "accepted"}
     assert all(word in said[name] for name, word in words.items()) and not said["right"], said
