@@ -665,8 +665,9 @@ TOLERANCE = 0.01  # nats: between kinds of CPU
 def beside(
     ledger: Path | str,  # a ledger.jsonl, a parquet file, or the folder of either
 ) -> tuple[dict[str, str], Path | None]:  # data strings by label; the folder of checkpoints, if there is one
-    "The texts and checkpoints that lie beside a ledger."
+    "The texts and checkpoints that lie beside a ledger, or beside the ledger that it is a part of."
     folder = Path(ledger) if Path(ledger).is_dir() else Path(ledger).parent
+    if not (folder / "texts").is_dir() and (folder.parent / "texts").is_dir(): folder = folder.parent
     texts = {path.name.removesuffix(ARCHIVE): f"path:{path}" for path in sorted(folder.glob(f"texts/*{ARCHIVE}"))}
     return texts, folder / "checkpoints" if (folder / "checkpoints").is_dir() else None
 

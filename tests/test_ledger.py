@@ -23,7 +23,7 @@ def test_every_row_finds_its_text_beside_the_ledger(rows, tmp_path):
     bench = Bench(kept, texts, cache=tmp_path)
     assert {row["corpus"] for row in rows} == set(texts)
     for label in texts: assert {bench.corpus(label).hash} == {row["corpus_sha"] for row in rows if row["corpus"] == label}
-    assert beside(LEDGER / "tier1.parquet") == (texts, kept)
+    assert beside(LEDGER / "tier1.parquet") == beside(LEDGER / "amended") == (texts, kept)
 
 
 def test_every_row_finds_a_checkpoint_beside_the_ledger(rows):
