@@ -86,7 +86,8 @@ def test_the_lists_name_what_exists():
 
 
 def test_a_setting_replaces_what_the_environment_says(monkeypatch):
-    monkeypatch.setenv("MKL_CBWR", "AVX2"), monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     plain, least = portable.environment("as it is"), portable.environment("all three at their least")
     assert "MKL_CBWR" not in plain and plain["OMP_NUM_THREADS"] == "1" and least["MKL_CBWR"] == "COMPATIBLE" and least["ATEN_CPU_CAPABILITY"] == "default"
 

@@ -7,7 +7,7 @@ from .core import Case, Place, either, refused, refused_command
 
 NUMBERS = ("nan", "inf", "-inf", "1e999", "much", "", "[1]", "{a: 1}", "-1", "0x", "1_", "\u0661.x", "1" * 5000)
 WORDS = ("nowhere", "", "x" * 3_000_000, "\x00", "E4M3\nE5M2", "\ud800", "../..", "{}", "None,", "\x1b[2J")
-NAMES = ("", ".", "..", "a/b", "a\\b", ".hidden", "a\nb", "a\0b", "\x1b[2J", "\ud800", "\u202e", "x" * 5000, "../../tmp/x", "/tmp/x", "\t")
+NAMES = ("", ".", "..", "a/b", "a\\b", ".hidden", "a\nb", "a\0b", "\x1b[2J", "\ud800", "\u202e", "x" * 5000, "../../elsewhere/x", "/elsewhere/x", "\t")
 FREE = {"power", "name", "data"}
 LONG = "x" * 200
 FAULTS = {

@@ -128,12 +128,15 @@ def _state(change: Callable[[dict], Any], place: Place) -> None:
 
 class Evil:
     "Would make a file where it is unpickled."
-    def __reduce__(self): return Path.touch, (Path("/tmp/altgrad-hostile-ran"),)
+    def __init__(self, file: Path): self.file = file
+
+    def __reduce__(self): return Path.touch, (self.file,)
 
 
 def _evil(place: Place) -> None:
-    _state(lambda state: {**state, "extra": Evil()}, place)
-    assert not Path("/tmp/altgrad-hostile-ran").exists()
+    file = place.folder / "ran"
+    _state(lambda state: {**state, "extra": Evil(file)}, place)
+    assert not file.exists()
 
 
 def _without(key: str, state: dict) -> dict: return {k: v for k, v in state.items() if k != key}
