@@ -34,7 +34,7 @@ test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks' 
 	@echo "== pytest: tests/"
 	@$(ISOLATED) $(BIN)/python -m pytest -q tests
 
-portable: $(INSTALLED) ## the notebooks and tests whose numbers pass through sums, computed as eight other machines would (long)
+portable: $(INSTALLED) ## the notebooks and tests whose numbers pass through sums, computed as other machines would (an hour)
 	@mkdir -p .venv/home
 	@$(ISOLATED) $(BIN)/python .ci/portable.py $(PORTABLE)
 

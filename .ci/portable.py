@@ -1,6 +1,6 @@
 """Makes this machine compute as others would: runs what depends on floating-point sums in every setting, or measures what a setting moves.
 
-python .ci/portable.py             # the notebooks and tests below in every setting; `make portable` (an hour or two on two cores)
+python .ci/portable.py             # the notebooks and tests below in every setting that computes otherwise here; `make portable` (an hour on two cores)
 python .ci/portable.py --quick     # the two settings that differ most, on the notebooks where a sum decides most; part of .ci/run (minutes)
 python .ci/portable.py --measure   # checksums and losses of this machine in every setting, into nbs/results/portability.json (minutes)
 """
@@ -27,6 +27,7 @@ from altgrad.checkpoint import write_atomic
 from altgrad.experiment import find_config
 from altgrad.formats import EIGHT_BIT, encode, get_format
 from altgrad.instrument import RECIPES, Arm, Bench, Task, blank_model, pretrain, run_arm, state_hash
+from altgrad.model import GPT, GPTConfig, loss_of
 from altgrad.quantize import fake_quantize, rounding_key, uniform
 from altgrad.statistics import quantize_stats
 from altgrad.storage import STORAGES, make_grid_tensor
@@ -65,6 +66,21 @@ def environment(setting: str) -> dict[str, str]:
 
 
 # run
+
+
+def differing(settings: list[str]) -> list[str]:
+    "The settings that compute otherwise here than this machine does without one (`make test` covers that) and than one before them."
+    seen = {fingerprint("as it is"): "as it is"}
+    for setting in settings:
+        first = seen.setdefault(fingerprint(setting), setting)
+        if first != setting: print(f"{setting}: computes as \"{first}\" does on this machine, not run again", flush=True)
+    return [s for s in seen.values() if s != "as it is"]
+
+
+def fingerprint(setting: str) -> str:
+    "What a process in a setting computes for sums, products and functions, with its threads and vectors."
+    done = subprocess.run([sys.executable, __file__, "--fingerprint"], cwd=ROOT, env=environment(setting), stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
 
 
 def command(name: str) -> list[str]:
@@ -213,6 +229,21 @@ def instrument_losses(folder: Path, file: Path) -> dict[str, float]:
     return {"pretrained, 200 updates": next(iter(rows.values()))["frozen_loss"]} | {f"{name}, 20 updates": row["raw_loss"] for name, row in rows.items()}
 
 
+def first_losses() -> list[float]:
+    "The training losses of a small GPT's first updates on given bytes: attention, layer norms and their gradients in one number."
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=256, block_size=32, n_layer=2, n_head=2, n_embd=64))
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    x = (uniform((8, 33), rounding_key(3, 1)) * 256).long()
+    for _ in range(3):
+        loss = loss_of(model, x[:, :-1], x[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
 def measure_here() -> dict[str, Any]:
     "What this process finds, in the setting that its environment says."
     torch.manual_seed(0)
@@ -284,13 +315,15 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="two settings, few notebooks")
     what.add_argument("--measure", action="store_true", help=f"write {STORED.relative_to(ROOT)}")
+    what.add_argument("--fingerprint", action="store_true", help="print what tells this setting from others, as JSON")
     what.add_argument("--here", action="store_true", help="print what this process measures, as JSON")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these notebooks or tests, e.g. 05b_optim test_optim")
     args = parser.parse_args()
     if args.here: return print(json.dumps(measure_here()))
+    if args.fingerprint: return print(json.dumps([torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), products(), first_losses()]))
     if args.measure: return measure_all(STORED)
     settings, names = (list(QUICK_SETTINGS), QUICK) if args.quick else (list(SETTINGS), NOTEBOOKS + TESTS)
-    return int(run_all(settings, args.only or names) > 0)
+    return int(run_all(differing(settings), args.only or names) > 0)
 
 
 if __name__ == "__main__": sys.exit(main())
