@@ -21,7 +21,7 @@ demo: $(INSTALLED) ## train with 8-bit weights, with and without an FP32 copy of
 test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks' own tests, pytest
 	@mkdir -p .venv/home
 	@echo "== ruff: the code has no lint"
-	@$(BIN)/ruff check -q --output-format concise --config .ci/ruff.toml altgrad tests setup.py .ci
+	@$(BIN)/ruff check -q --output-format concise --config .ci/ruff.toml altgrad tests setup.py .ci nbs/studies/experiments nbs/studies/benchmarks
 	@$(BIN)/ruff check -q --output-format concise --config .ci/ruff-notebooks.toml nbs
 	@echo "== mypy: annotations are right"
 	@$(BIN)/mypy --config-file .ci/mypy.ini
@@ -49,7 +49,7 @@ hostile: $(INSTALLED) ## thousands of generated hostile inputs: each must be ref
 	@$(ISOLATED) $(BIN)/python .ci/hostile.py
 
 bench: $(INSTALLED) ## time the code against other libraries; libraries in folders of their own: make bench PEERS=FOLDER
-	@for script in .ci/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in nbs/studies/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 # Nothing is trained: the pages read nbs/results/ledger (.ci/ledger.py writes it from a sweep's own ledger).
 EVIDENCE := the_answer failure_atlas dashboard better_rule

@@ -3,7 +3,7 @@ import base64
 import json
 from pathlib import Path
 
-from altgrad.checkpoint import write_atomic
+from altgrad.basics import write_atomic
 
 NBS = Path(__file__).resolve().parent.parent / "nbs"
 

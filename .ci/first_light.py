@@ -15,9 +15,9 @@ from typing import Any
 
 from scipy.stats import t as student_t
 
-from altgrad.checkpoint import write_atomic
-from altgrad.experiment import Comparison
-from altgrad.report import plot_comparison, save_figure
+from altgrad.basics import write_atomic
+from altgrad.training.experiment import Comparison
+from altgrad.views.report import plot_comparison, save_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT, SPREAD = ROOT / "nbs/results/first_light.json", ROOT / "nbs/results/first_light_settings.json"

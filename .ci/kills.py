@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import test_survival as s
 
-from altgrad.formats import EIGHT_BIT
+from altgrad.numbers.formats import EIGHT_BIT
 
 ROUNDS = 20  # of random kills for every format
 

@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from altgrad.sweep import Ledger, compact
+from altgrad.evidence.sweep import Ledger, compact
 
 ROOT = Path(__file__).resolve().parent.parent
 

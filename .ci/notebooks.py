@@ -220,7 +220,7 @@ def check_export(args) -> int:
     with tempfile.TemporaryDirectory() as folder:
         export_copy(Path(folder))
         new, old = Path(folder, "altgrad"), ROOT / "altgrad"
-        names = sorted({p.name for p in [*new.glob("*.py"), *old.glob("*.py")]})
+        names = sorted({p.relative_to(top).as_posix() for top in (new, old) for p in top.rglob("*.py")})
         _, differ, missing = filecmp.cmpfiles(new, old, names, shallow=False)
     for name in sorted(differ + missing):
         print(f"altgrad/{name} is not what the notebooks export: run `make export` (it overwrites edits made in altgrad/)", file=sys.stderr)

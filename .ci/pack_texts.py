@@ -10,9 +10,9 @@ import sysconfig
 import tarfile
 from pathlib import Path
 
-from altgrad.data import NOT_LIBRARY, NOT_SHARED, _checked, _files, _walk, load_corpus
-from altgrad.evidence import read_ledger
-from altgrad.formats import InputError
+from altgrad.basics import InputError
+from altgrad.training.data import NOT_LIBRARY, NOT_SHARED, _checked, _files, _walk, load_corpus
+from altgrad.evidence.study import read_ledger
 
 FOLDER = Path(__file__).resolve().parent.parent / "nbs/results/ledger"
 

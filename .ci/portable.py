@@ -23,16 +23,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from altgrad.checkpoint import write_atomic
-from altgrad.experiment import find_config
-from altgrad.formats import EIGHT_BIT, encode, get_format
-from altgrad.instrument import RECIPES, Arm, Bench, Task, blank_model, pretrain, run_arm, state_hash
-from altgrad.model import GPT, GPTConfig, loss_of
-from altgrad.quantize import fake_quantize, rounding_key, uniform
-from altgrad.statistics import quantize_stats
-from altgrad.storage import STORAGES, make_grid_tensor
-from altgrad.trainer import Trainer
-from altgrad.tracking import git_commit, machine, versions
+from altgrad.basics import write_atomic
+from altgrad.numbers.counts import quantize_stats
+from altgrad.numbers.formats import EIGHT_BIT, encode, get_format
+from altgrad.numbers.quantize import fake_quantize, rounding_key, uniform
+from altgrad.geometry.storage import STORAGES, make_grid_tensor
+from altgrad.model.gpt import GPT, GPTConfig, loss_of
+from altgrad.training.experiment import find_config
+from altgrad.training.tracking import git_commit, machine, versions
+from altgrad.training.trainer import Trainer
+from altgrad.evidence.instrument import (
+    RECIPES, Arm, Bench, Task, blank_model, pretrain, run_arm, state_hash,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "nbs/results/portability.json"
@@ -47,15 +49,21 @@ SETTINGS = {  # environment of a process, by what it stands for
     "all three at their least": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
     "two threads": {"OMP_NUM_THREADS": "2"},
 }
-NOTEBOOKS = """01b_statistics 02_scaling 02b_choosing 03_geometry 04_manifold 05a_storage 05b_optim 06_model 06b_parallel 07_surgery 08_monitors
-    08b_thresholds 09_shadow 12b_callbacks 13_trainer 14_experiment 14b_instrument 14c_sweep 14e_stability 14g_replicas 17_explorer index
-    studies/toy_losses studies/trained_geometry studies/power_of_the_exponent studies/portability tutorials/first_run tutorials/bring_your_own_format
-    tutorials/bring_your_own_model tutorials/publish_a_result understand/geometry understand/scaling understand/stochastic_rounding
-    understand/where_s_acts""".split()
+NOTEBOOKS = """
+    numbers/03_counts numbers/04_scaling numbers/05_choosing geometry/00_spacing
+    geometry/01_manifold geometry/02_storage geometry/03_optim model/00_gpt model/01_parallel
+    model/04_surgery watching/04_monitors watching/06_thresholds watching/07_shadow
+    watching/08_callbacks training/04_trainer training/05_experiment evidence/00_instrument
+    evidence/01_sweep evidence/03_stability evidence/04_replicas views/04_explorer index
+    studies/toy_losses studies/trained_geometry studies/power_of_the_exponent
+    studies/portability tutorials/first_run tutorials/bring_your_own_format
+    tutorials/bring_your_own_model tutorials/publish_a_result understand/geometry
+    understand/scaling understand/stochastic_rounding understand/where_s_acts
+""".split()
 TESTS = """test_compile test_ddp test_evidence test_manifold test_monitors test_optim test_portability test_quantize test_replicas test_results
     test_scaling test_surgery test_survival""".split()
 QUICK_SETTINGS = "all three at their least", "two threads"
-QUICK = "04_manifold 05b_optim 06_model 07_surgery 08_monitors 14b_instrument".split()
+QUICK = "geometry/01_manifold geometry/03_optim model/00_gpt model/04_surgery watching/04_monitors evidence/00_instrument".split()
 
 
 def environment(setting: str) -> dict[str, str]:
@@ -317,7 +325,7 @@ def main() -> int:
     what.add_argument("--measure", action="store_true", help=f"write {STORED.relative_to(ROOT)}")
     what.add_argument("--fingerprint", action="store_true", help="print what tells this setting from others, as JSON")
     what.add_argument("--here", action="store_true", help="print what this process measures, as JSON")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these notebooks or tests, e.g. 05b_optim test_optim")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these notebooks or tests, e.g. geometry/03_optim test_optim")
     args = parser.parse_args()
     if args.here: return print(json.dumps(measure_here()))
     if args.fingerprint: return print(json.dumps([torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), products(), first_losses()]))

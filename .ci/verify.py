@@ -9,7 +9,6 @@ arithmetic (`segments`); then the public function quantizes every pattern, and e
 import argparse
 import hashlib
 import json
-import subprocess
 import sys
 import time
 import warnings
@@ -22,15 +21,15 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from altgrad import quantize
-from altgrad.checkpoint import write_atomic
-from altgrad.formats import EIGHT_BIT, FP8Format, get_format
-from altgrad.quantize import fake_quantize, rounding_key
-from altgrad.tracking import git_commit, machine, versions
+from altgrad.numbers import quantize
+from altgrad.basics import write_atomic
+from altgrad.numbers.formats import EIGHT_BIT, FP8Format, get_format
+from altgrad.numbers.quantize import fake_quantize, rounding_key
+from altgrad.training.tracking import code_commit, machine, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "nbs/results/verify.json"
-JUDGES = (".ci/verify.py", "altgrad/formats.py", "altgrad/quantize.py")  # a stored result is kept while these files are what they were
+JUDGES = (".ci/verify.py", "altgrad/numbers/formats.py", "altgrad/numbers/quantize.py")  # a stored result is kept while these files are what they were
 OCP = ("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn", "mxint8", "float8_e8m0fnu")
 FORMATS = EIGHT_BIT + OCP
 ROUNDINGS = ("nearest", "toward_zero", "up", "down", "away")
@@ -286,14 +285,6 @@ def check_stochastic(fmt: FP8Format, overflow: str, progress) -> dict:
 def digest() -> str:
     "A fingerprint of the code that a result depends on."
     return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in JUDGES)).hexdigest()[:16]
-
-
-def code_commit() -> str | None:
-    "The commit, with '+' where the code (not the results) differs from it."
-    commit = git_commit()
-    if commit is None: return None
-    changed = subprocess.run(["git", "-C", ROOT, "status", "--porcelain", "--", "altgrad", ".ci"], capture_output=True, text=True).stdout.strip()
-    return commit.rstrip("+") + "+" * bool(changed)
 
 
 def tasks(args: argparse.Namespace) -> list[tuple[str, str, str]]:

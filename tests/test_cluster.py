@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from altgrad.cluster import RayWorkers
-from altgrad.formats import InputError
-from altgrad.instrument import Bench, Task, build_checkpoint
-from altgrad.replicas import run_arms
-from altgrad.sweep import Ledger, Sweep, read_matrix
+from altgrad.basics import InputError
+from altgrad.evidence.cluster import RayWorkers
+from altgrad.evidence.instrument import Bench, Task, build_checkpoint
+from altgrad.evidence.replicas import run_arms
+from altgrad.evidence.sweep import Ledger, Sweep, read_matrix
 from tiny import HEAD
 from wait import until
 

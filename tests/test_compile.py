@@ -4,11 +4,11 @@ from functools import partial
 import pytest
 import torch
 
-from altgrad.data import load_corpus
-from altgrad.formats import EIGHT_BIT
-from altgrad.model import PRESETS, GPTConfig
-from altgrad.quantize import fake_quantize
-from altgrad.trainer import Trainer, make_config
+from altgrad.numbers.formats import EIGHT_BIT
+from altgrad.numbers.quantize import fake_quantize
+from altgrad.model.gpt import PRESETS, GPTConfig
+from altgrad.training.data import load_corpus
+from altgrad.training.trainer import Trainer, make_config
 from old import OLD_TORCH
 
 SMALL = dict(format="E4M3", model="nano", max_steps=3, batch_size=2, block_size=16, eval_windows=2, warmup_steps=1, compute_dtype="float32", device="cpu")
@@ -94,7 +94,7 @@ def heard(rows): return [(row["step"], e["kind"]) for row in rows for e in row.g
 
 
 def test_too_many_graphs_are_a_warning_and_the_run_goes_on(run, monkeypatch):
-    monkeypatch.setattr("altgrad.surgery.CHUNK", 0)  # every weight is rounded at its first use, and found rounded at the second: two graphs
+    monkeypatch.setattr("altgrad.model.surgery.CHUNK", 0)  # every weight is rounded at its first use, and found rounded at the second: two graphs
     whole = run("eager", grad_accum=2)[1]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     with torch._dynamo.config.patch(recompile_limit=1): rows = run("limited", compile="on", grad_accum=2)[1]

@@ -20,14 +20,14 @@ USE = """
 import torch
 from torch import nn
 
-from altgrad.formats import FORMATS, get_format
-from altgrad.geometry import code_coordinate, stiffness
-from altgrad.interchange import load_codes, save_codes
-from altgrad.optim import StiffnessAdamW
-from altgrad.quantize import fake_quantize
-from altgrad.storage import STORAGES, make_grid_tensor, store_on_grid
-from altgrad.surgery import quantize_model, quantized_weights
-from altgrad.trainer import make_config
+from altgrad.numbers.formats import FORMATS, get_format
+from altgrad.numbers.quantize import fake_quantize
+from altgrad.geometry.interchange import load_codes, save_codes
+from altgrad.geometry.optim import StiffnessAdamW
+from altgrad.geometry.spacing import code_coordinate, stiffness
+from altgrad.geometry.storage import STORAGES, make_grid_tensor, store_on_grid
+from altgrad.model.surgery import quantize_model, quantized_weights
+from altgrad.training.trainer import make_config
 
 def by_torch(x, scale=1.0): return (x / scale * 4).to(torch.float8_e4m3fn).float() / 4 * scale
 
@@ -64,7 +64,7 @@ def tree(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tree")
     shutil.copy(ROOT / "settings.ini", folder)
     shutil.copytree(ROOT / "nbs", folder / "nbs", symlinks=True, ignore=shutil.ignore_patterns("results", "images", "studies", "tutorials"))
-    path = folder / "nbs/00_formats.ipynb"
+    path = folder / "nbs/numbers/00_formats.ipynb"
     text, quoted = path.read_text(encoding="utf-8"), json.dumps(BEFORE, ensure_ascii=False)
     assert text.count(quoted) == 1
     path.write_text(text.replace(quoted, f"{quoted},\n    {json.dumps(LINE, ensure_ascii=False)}"), encoding="utf-8")
@@ -86,9 +86,9 @@ def run(tree: Path, *command: str) -> str:
 
 def test_one_line_is_all_that_changed(tree):
     changed = {}
-    for new in sorted((tree / "altgrad").glob("*.py")):
+    for new in sorted((tree / "altgrad").rglob("*.py")):
         if new.name == "_modidx.py": continue
-        pair = [p.read_text(encoding="utf-8").splitlines(keepends=True) for p in (ROOT / "altgrad" / new.name, new)]
+        pair = [p.read_text(encoding="utf-8").splitlines(keepends=True) for p in (ROOT / new.relative_to(tree), new)]
         lines = [line for line in difflib.ndiff(*pair) if line[0] in "+-"]
         if lines: changed[new.name] = lines
     assert changed == {"formats.py": ["+ " + LINE]}
@@ -105,7 +105,7 @@ def test_the_command_line_knows_it(tree):
 
 
 def test_the_notebook_of_the_formats_still_passes(tree):
-    run(tree, "-c", "from nbdev.test import nbdev_test; nbdev_test.__wrapped__(path='nbs/00_formats.ipynb', n_workers=0)")
+    run(tree, "-c", "from nbdev.test import nbdev_test; nbdev_test.__wrapped__(path='nbs/numbers/00_formats.ipynb', n_workers=0)")
 
 
 def page() -> str: return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -113,7 +113,7 @@ def page() -> str: return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 def the_rule_of_the_page():
     "The class `SignSGD`, and its line in `RULES`."
-    from altgrad import optim
+    from altgrad.geometry import optim
 
     names = dict(vars(optim))
     exec(re.search(r"```python\n(class .*?)```", page(), re.DOTALL)[1], names)
@@ -121,7 +121,7 @@ def the_rule_of_the_page():
 
 
 def test_the_update_rule_of_the_page_moves_every_weight_by_one_code():
-    from altgrad.storage import make_grid_tensor
+    from altgrad.geometry.storage import make_grid_tensor
 
     SignSGD, _ = the_rule_of_the_page()
     w = torch.nn.Parameter(make_grid_tensor(torch.linspace(0.3, 3.0, 64), "E4M3", "grid_nearest"))  # the largest has a code above it
@@ -134,10 +134,10 @@ def test_the_update_rule_of_the_page_moves_every_weight_by_one_code():
 
 
 def test_a_config_may_name_the_rule_of_the_page(tmp_path, monkeypatch):
-    from altgrad.trainer import RULES, Trainer, make_config
+    from altgrad.training.trainer import RULES, Trainer, make_config
 
     SignSGD, line = the_rule_of_the_page()
-    monkeypatch.setattr(sys.modules["altgrad.trainer"], "RULES", {**RULES, **line})
+    monkeypatch.setattr(sys.modules["altgrad.training.trainer"], "RULES", {**RULES, **line})
     (tmp_path / "text.txt").write_text("one line is enough\n" * 400)
     monkeypatch.setenv("ALTGRAD_CACHE", str(tmp_path / "cache"))
     settings = dict(name="mine", rule="sign_sgd", rule_lr=1.0, format="E4M3", storage="grid_nearest", data=f"path:{tmp_path}/text.txt", max_steps=2,
@@ -151,8 +151,9 @@ def test_the_metric_of_the_page_is_measured_and_listed(monkeypatch):
 
     import numpy as np
 
-    from altgrad import monitors, workspace
-    from altgrad.formats import get_format
+    from altgrad.watching import monitors
+    from altgrad.views import workspace
+    from altgrad.numbers.formats import get_format
 
     defined, value = (re.search(pattern, page(), re.MULTILINE)[1] for pattern in (r'^    (Metric\("fullest_code".*\)),$', r'^    ("fullest_code": .*),$'))
     source = Path(monitors.__file__).read_text(encoding="utf-8")
@@ -160,8 +161,8 @@ def test_the_metric_of_the_page_is_measured_and_listed(monkeypatch):
         assert source.count(before) == 1
         source = source.replace(before, after + before)
     source = source.replace('    return {"dead_codes":', '    return {**MORE, "dead_codes":')
-    mine = ModuleType("altgrad.monitors_of_mine")
-    mine.__package__ = "altgrad"
+    mine = ModuleType("altgrad.watching.monitors_of_mine")
+    mine.__package__ = "altgrad.watching"
     monkeypatch.setitem(sys.modules, mine.__name__, mine)
     exec(compile(source, mine.__name__, "exec"), vars(mine))
     counts = np.zeros(256)

@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from altgrad import data as D
-from altgrad.data import Corpus, bigram_entropy, get_batch, load_corpus, load_labelled, unigram_entropy, validation_windows
-from altgrad.formats import InputError
+from altgrad.training import data as D
+from altgrad.basics import InputError
+from altgrad.training.data import (
+    Corpus, bigram_entropy, get_batch, load_corpus, load_labelled, unigram_entropy,
+    validation_windows,
+)
 
 WORDS = "whereas having regard to the treaty establishing a common market ¶ naïve Ελλάδα 條約 🙂".split()
 
@@ -226,8 +229,8 @@ def test_lex_glue_copies_that_are_not(tmp_path, cache, hub_home):
 NO_HUB = """
 import sys, time
 import datasets
-from altgrad.formats import InputError
-from altgrad.data import load_corpus
+from altgrad.basics import InputError
+from altgrad.training.data import load_corpus
 start = time.monotonic()
 try: corpus = load_corpus("lex_glue/eurlex", cache=sys.argv[1])
 except InputError as e: print(time.monotonic() - start), sys.exit(str(e))
@@ -353,9 +356,9 @@ def test_an_interruption_leaves_nothing(tmp_path, cache, laws, monkeypatch):
     assert names(cache / "corpora") == [folder.name] and names(folder) == ["corpus.json", "train.bin", "val.bin"]
 
 
-KILLED = "import os, sys, altgrad.data as D; D._publish = lambda *_: os._exit(9); D.load_corpus(sys.argv[1], cache=sys.argv[2])"
+KILLED = "import os, sys, altgrad.training.data as D; D._publish = lambda *_: os._exit(9); D.load_corpus(sys.argv[1], cache=sys.argv[2])"
 PREPARE = """
-import sys, time, altgrad.data as D
+import sys, time, altgrad.training.data as D
 while time.time() < float(sys.argv[4]): time.sleep(0.001)
 corpus = D.load_corpus(sys.argv[1], sys.argv[2], cache=sys.argv[3])
 print(corpus.hash, len(corpus.train), len(corpus.val))

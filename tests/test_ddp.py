@@ -12,8 +12,8 @@ import sys
 import pytest
 import torch
 
-from altgrad.monitors import read_histograms, read_series
-from altgrad.tracking import RunFolder
+from altgrad.watching.monitors import read_histograms, read_series
+from altgrad.training.tracking import RunFolder
 from old import OLD_TORCH
 
 FIRST, LATER = 32 * 2.0**-24, 2e-3  # relative: sums in another order; after a value was rounded the other way, by 2^-4 of itself, of which a loss sees a part
@@ -21,8 +21,8 @@ CONFIG = dict(max_steps=6, batch_size=4, block_size=32, warmup_steps=2, eval_eve
               activation="E4M3 delayed", gradient="E5M2 stochastic delayed", weight_gradient="E5M2", residual_clamp=4.0, monitor_every=1, shadow_every=3)
 LIFE = """
 import atexit, os, signal, sys
-import altgrad.parallel as P
-import altgrad.trainer as T
+import altgrad.model.parallel as P
+import altgrad.training.trainer as T
 from altgrad.cli import main
 join, update, group = P.join, T._update, set()
 threads = lambda: set(os.listdir("/proc/self/task"))
@@ -152,11 +152,11 @@ PARTS = """
 import atexit, os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from altgrad.formats import InputError
-from altgrad.parallel import ProcessLost, first, join, part, rank, total, world
-from altgrad.surgery import POINTS, QuantizedLinear
-from altgrad.monitors import PointCounts, Parcel
-from altgrad.trainer import Trainer, make_config
+from altgrad.basics import InputError
+from altgrad.model.parallel import ProcessLost, first, join, part, rank, total, world
+from altgrad.model.surgery import POINTS, QuantizedLinear
+from altgrad.watching.monitors import Parcel, PointCounts
+from altgrad.training.trainer import Trainer, make_config
 
 threads = lambda: set(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else set()
 before = threads()

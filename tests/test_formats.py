@@ -1,4 +1,4 @@
-"""Formats where other parts of the package meet them: stored results, checkpoints, the compiler, the hot path. Values are proved in nbs/00_formats."""
+"""Formats where other parts of the package meet them: stored results, checkpoints, the compiler, the hot path. Values are proved in nbs/numbers/00_formats."""
 import copy
 import json
 import pickle
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from altgrad import formats
-from altgrad.formats import EIGHT_BIT, FORMATS, FP8Format, get_format
+from altgrad.numbers import formats
+from altgrad.numbers.formats import EIGHT_BIT, FORMATS, FP8Format, get_format
 
 RESULTS = Path(__file__).parents[1] / "nbs" / "results"
 SPECS = ("E0M7b1", "E1M6b0", "E2M5b1", "E3M4b1", "E4M3b7fn", "E5M2b15ieee", "E6M1b31", "E7M0b63")
@@ -30,7 +30,7 @@ def test_the_eight_splits_are_what_stored_results_were_made_with():
 
 
 def test_a_checkpoint_from_before_the_newer_facts_loads():
-    from altgrad.optim import StiffnessSGD
+    from altgrad.geometry.optim import StiffnessSGD
 
     def optimizer(): return StiffnessSGD([torch.nn.Parameter(torch.ones(3))], fmt="E4M3b9", lr=1e-3)
     state = optimizer().state_dict()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from altgrad.data import load_corpus
-from altgrad.formats import InputError
-from altgrad.instrument import Bench, Task, build_checkpoint
-from altgrad.sweep import beside, read_rows, replay
+from altgrad.basics import InputError
+from altgrad.training.data import load_corpus
+from altgrad.evidence.instrument import Bench, Task, build_checkpoint
+from altgrad.evidence.sweep import beside, read_rows, replay
 
 LEDGER = Path(__file__).resolve().parent.parent / "nbs/results/ledger"
 
@@ -60,8 +60,8 @@ def test_a_damaged_archive_is_refused(tmp_path, damage):
 
 def test_replay_takes_the_stored_checkpoint(tmp_path):
     "Another CPU's row runs from the stored checkpoint and says so; this CPU's row runs from one that is pretrained again."
-    from altgrad.instrument import Arm, run_arm
-    from altgrad.tracking import git_commit, machine, versions
+    from altgrad.evidence.instrument import Arm, run_arm
+    from altgrad.training.tracking import git_commit, machine, versions
     (tmp_path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
     task = Task(steps=4, batch_size=4, warmup=2, chunks=4, windows=2, every=4)
     bench = lambda name: Bench(tmp_path / name, {"tiny": f"path:{tmp_path / 'text.txt'}"}, task, tmp_path / "cache")

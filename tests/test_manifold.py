@@ -11,12 +11,13 @@ from geoopt import ManifoldParameter
 from geoopt.optim import RiemannianAdam, RiemannianSGD
 from torch import nn
 
-from altgrad.checkpoint import load_checkpoint, save_checkpoint
-from altgrad.formats import EIGHT_BIT, FORMATS, InputError
-from altgrad.geometry import stiffness
-from altgrad.manifold import FP8Manifold, first_step
-from altgrad.model import GPT, GPTConfig, loss_of
-from altgrad.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
+from altgrad.basics import InputError
+from altgrad.numbers.formats import EIGHT_BIT, FORMATS
+from altgrad.geometry.manifold import FP8Manifold, first_step
+from altgrad.geometry.spacing import stiffness
+from altgrad.model.gpt import GPT, GPTConfig, loss_of
+from altgrad.model.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
+from altgrad.training.checkpoint import load_checkpoint, save_checkpoint
 
 DTYPES = (torch.float32, torch.float64)
 SCALES = {"one": 1.0, "small": 2.0**-7, "rows": torch.tensor([[0.5], [4.0], [2.0**-6]]), "odd": 0.3}
@@ -432,8 +433,8 @@ def test_surgery_needs_geoopt_only_for_the_manifold():
 import sys
 sys.modules["geoopt"] = None
 from torch import nn
-from altgrad.formats import InputError
-from altgrad.surgery import quantize_model
+from altgrad.basics import InputError
+from altgrad.model.surgery import quantize_model
 model = nn.Sequential(nn.Linear(4, 4))
 try: quantize_model(model, "E4M3", manifold=True)
 except InputError as e: print(e)

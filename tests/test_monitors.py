@@ -7,14 +7,19 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-import altgrad.quantize as Q
-from altgrad.formats import EIGHT_BIT, FORMATS
-from altgrad.model import GPT, GPTConfig, loss_of
-from altgrad.monitors import METRICS, GradientCounts, Monitors, Parcel, UpdateCounts, point_metrics, read_series, round_and_sum, rounding_sums, update_sums
-from altgrad.shadow import Shadow, shadow_metrics
-from altgrad.storage import STORAGES, store_on_grid
-from altgrad.surgery import LayerPrecisionRule, Precision, PrecisionConfig, quantize_model, round_weight_gradients
-from altgrad.thresholds import Alarms
+import altgrad.numbers.quantize as Q
+from altgrad.numbers.formats import EIGHT_BIT, FORMATS
+from altgrad.geometry.storage import STORAGES, store_on_grid
+from altgrad.model.gpt import GPT, GPTConfig, loss_of
+from altgrad.model.surgery import (
+    LayerPrecisionRule, Precision, PrecisionConfig, quantize_model, round_weight_gradients,
+)
+from altgrad.watching.monitors import (
+    METRICS, GradientCounts, Monitors, Parcel, UpdateCounts, point_metrics, read_series,
+    round_and_sum, rounding_sums, update_sums,
+)
+from altgrad.watching.shadow import Shadow, shadow_metrics
+from altgrad.watching.thresholds import Alarms
 from old import OLD_TORCH
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -130,8 +135,8 @@ def test_nothing_in_a_step_waits_for_the_device():
 
 
 def test_a_run_is_watched_from_config_to_files(tmp_path):
-    from altgrad.data import load_corpus
-    from altgrad.trainer import Trainer, make_config
+    from altgrad.training.data import load_corpus
+    from altgrad.training.trainer import Trainer, make_config
     corpus = load_corpus("stdlib", cache=tmp_path / "cache")
     config = make_config(dict(format="E4M3", activation="E4M3", gradient="E5M2 stochastic", monitor_every=2, shadow_every=4, max_steps=6, batch_size=2,
                               block_size=16, eval_windows=2, eval_every=3, checkpoint_every=3))

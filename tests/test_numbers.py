@@ -1,4 +1,4 @@
-"""The numbers of README and the answer, worked out again from the parquet files by pandas: nothing here knows `altgrad.evidence`."""
+"""The numbers of README and the answer, worked out again from the parquet files by pandas: nothing here knows `altgrad.evidence.study`."""
 import json
 import re
 from pathlib import Path

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from altgrad.formats import EIGHT_BIT, InputError, get_format, ulp
-from altgrad.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
-from altgrad.scaling import compute_scale
+from altgrad.basics import InputError
+from altgrad.numbers.formats import EIGHT_BIT, get_format, ulp
+from altgrad.numbers.scaling import compute_scale
+from altgrad.geometry.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
 
 RULES = {
     "stiffness": lambda p: StiffnessAdamW(p, "E4M3", 1e-2, power=0.5),
@@ -53,7 +54,7 @@ def test_memory_layout_and_empty_or_scalar_parameters_do_not_matter(make):
 @pytest.mark.parametrize("name", EIGHT_BIT)
 def test_riemannian_adamw_is_geoopts_on_the_manifold(name, dtype):
     geoopt = pytest.importorskip("geoopt")
-    from altgrad.manifold import FP8Manifold
+    from altgrad.geometry.manifold import FP8Manifold
     w = weights(300, dtype=dtype)
     w[0] = 0.1  # without a gradient: it holds the scale
     options = {"floor_octaves": 8}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from gfloat import RoundMode
 
-from altgrad.formats import FORMATS, get_format
-from altgrad.quantize import ROUNDING, fake_quantize
+from altgrad.numbers.formats import FORMATS, get_format
+from altgrad.numbers.quantize import ROUNDING, fake_quantize
 from old import OLD_TORCH
 
 MODES = tuple(mode for mode in ROUNDING if mode != "stochastic")

@@ -62,7 +62,7 @@ def test_twine_accepts_both(dist):
 
 def test_the_wheel_holds_every_module_and_its_types(dist):
     inside = {name for name in zipfile.ZipFile(next(dist.glob("*.whl"))).namelist() if not name.startswith("altgrad-")}
-    assert inside == {f"altgrad/{p.name}" for p in (ROOT / "altgrad").iterdir() if p.suffix in (".py", ".typed")}
+    assert inside == {p.relative_to(ROOT).as_posix() for p in (ROOT / "altgrad").rglob("*.*") if p.suffix in (".py", ".typed")}
     assert "altgrad/py.typed" in inside
     with tarfile.open(next(dist.glob("*.tar.gz"))) as sdist:
         assert {"settings.ini", "setup.py", "README.md", "LICENSE", "CHANGELOG.md"} <= {name.partition("/")[2] for name in sdist.getnames()}
@@ -92,7 +92,7 @@ def test_every_import_is_a_requirement_or_an_extra():
         names = [re.match(r"[\w-]+", word)[0].lower().replace("-", "_") for word in FACTS[key].split()]
         allowed |= {IMPORTED_AS.get(name, name) for name in names}
     found = set()
-    for path in (ROOT / "altgrad").glob("*.py"):
+    for path in (ROOT / "altgrad").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import): found |= {(alias.name.partition(".")[0], path.name) for alias in node.names}
             if isinstance(node, ast.ImportFrom) and not node.level: found.add((node.module.partition(".")[0], path.name))

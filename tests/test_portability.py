@@ -109,7 +109,7 @@ def lines() -> list[tuple[str, str, str]]:
     files = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py") if path != Path(__file__).resolve()}
     for path in (ROOT / "nbs").rglob("*.ipynb"):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        files[path.name] = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+        files[str(path.relative_to(ROOT))] = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     return [(name, line, above) for name, text in files.items() for above, line in zip(["", *text.splitlines()], text.splitlines())]
 
 

@@ -18,7 +18,7 @@ import altgrad
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPORTS, NOT_RUN = {"export", "exports", "exporti"}, {"slow", "notest"}
-MODULES = sorted(m.name for m in pkgutil.iter_modules(altgrad.__path__) if not m.name.startswith("_"))
+MODULES = sorted(m.name.removeprefix("altgrad.") for m in pkgutil.walk_packages(altgrad.__path__, "altgrad.") if not m.ispkg and "._" not in m.name)
 every_module = pytest.mark.parametrize("module", MODULES)
 
 
@@ -43,8 +43,8 @@ def written(value: object) -> str:
 
 def notebooks(module: str) -> list[Path]:
     "The notebooks that a module is exported from."
-    text = (ROOT / "altgrad" / f"{module}.py").read_text(encoding="utf-8")
-    return [ROOT / "nbs" / name for name in dict.fromkeys(re.findall(r"^# %% \.\./nbs/(\S+\.ipynb)", text, re.MULTILINE))]
+    text = (ROOT / "altgrad" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    return [ROOT / "nbs" / name for name in dict.fromkeys(re.findall(r"^# %% [./]+/nbs/(\S+\.ipynb)", text, re.MULTILINE))]
 
 
 def code_in(text: str) -> ast.AST | None:

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-import altgrad.quantize as Q
-from altgrad.formats import FORMATS, FP8Format, InputError
-from altgrad.quantize import ROUNDING, dequantize, fake_quantize, quantize, rounding_key, set_path, uniform
-from altgrad.statistics import quantize_stats
+import altgrad.numbers.quantize as Q
+from altgrad.basics import InputError
+from altgrad.numbers.counts import quantize_stats
+from altgrad.numbers.formats import FORMATS, FP8Format
+from altgrad.numbers.quantize import (
+    ROUNDING, dequantize, fake_quantize, quantize, rounding_key, set_path, uniform,
+)
 
 DETERMINISTIC = [mode for mode in ROUNDING if mode != "stochastic"]
 
@@ -167,7 +170,7 @@ def test_chunks_and_layouts_change_nothing():
 
 
 def test_no_compiler_means_eager_and_one_warning():
-    code = ("import warnings, torch\nfrom altgrad.quantize import *\nset_path('compiled')\nx = torch.linspace(-1, 1, 4096)\n"
+    code = ("import warnings, torch\nfrom altgrad.numbers.quantize import *\nset_path('compiled')\nx = torch.linspace(-1, 1, 4096)\n"
             "with warnings.catch_warnings(record=True) as seen:\n    warnings.simplefilter('always')\n    ys = [fake_quantize(x, 'E4M3') for _ in range(3)]\n"
             "mine = [w for w in seen if 'altgrad computes eagerly' in str(w.message)]\nset_path('eager')\n"
             "assert len(mine) == 1, len(mine)\nassert all(torch.equal(y, fake_quantize(x, 'E4M3')) for y in ys)")

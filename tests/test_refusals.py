@@ -11,14 +11,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from altgrad.choosing import best_scale, profile_of, recommend_format
-from altgrad.formats import FORMATS, MESSAGE, FP8Format, InputError, get_format, one_line, unknown
-from altgrad.interchange import Codes, load_codes, load_model, model_codes, save_codes
-from altgrad.quantize import dequantize, fake_quantize, quantize, rounding_key
-from altgrad.scaling import AmaxAverage, AmaxHistory, Scaling, amax_of, compute_scale, mx_scale, scale_of
-from altgrad.statistics import quantize_stats
-from altgrad.storage import make_grid_tensor, store_on_grid
-from altgrad.surgery import LayerPrecisionRule, Precision, PrecisionConfig, quantize_model
+from altgrad.basics import MESSAGE, InputError, one_line, unknown
+from altgrad.numbers.choosing import best_scale, profile_of, recommend_format
+from altgrad.numbers.counts import quantize_stats
+from altgrad.numbers.formats import FORMATS, FP8Format, get_format
+from altgrad.numbers.quantize import dequantize, fake_quantize, quantize, rounding_key
+from altgrad.numbers.scaling import (
+    AmaxAverage, AmaxHistory, Scaling, amax_of, compute_scale, mx_scale, scale_of,
+)
+from altgrad.geometry.interchange import Codes, load_codes, load_model, model_codes, save_codes
+from altgrad.geometry.storage import make_grid_tensor, store_on_grid
+from altgrad.model.surgery import LayerPrecisionRule, Precision, PrecisionConfig, quantize_model
 
 X = torch.tensor([1.0, 2.0, -3.0])
 WIDE = torch.ones(2, 2)

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from altgrad import instrument, replicas
-from altgrad.formats import EIGHT_BIT, InputError
-from altgrad.instrument import Arm, Bench, Task, build_checkpoint, run_arm
-from altgrad.replicas import STORAGES, Batches, run_arms
-from altgrad.sweep import Ledger, Sweep, read_matrix, replay
+from altgrad.evidence import instrument
+from altgrad.evidence import replicas
+from altgrad.basics import InputError
+from altgrad.numbers.formats import EIGHT_BIT
+from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, run_arm
+from altgrad.evidence.replicas import STORAGES, Batches, run_arms
+from altgrad.evidence.sweep import Ledger, Sweep, read_matrix, replay
 from tiny import HEAD, TEXT
 
 RULES = [dict(rule="adamw", lr=0.01), dict(power=0.5, lr=0.01), dict(power=-1.0, lr=0.01, floor_octaves=3.0), dict(power=1.0, placement="gradient", lr=0.01),

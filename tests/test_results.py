@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from altgrad.experiment import Comparison
+from altgrad.training.experiment import Comparison
 
 NBS = Path(__file__).resolve().parent.parent / "nbs"
 COMPARISONS = [NBS / "results" / name for name in ("first_light.json", "first_light_storage.json")]

@@ -11,10 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from altgrad.choosing import best_scale, profile_of, recommend_format
-from altgrad.formats import EIGHT_BIT, FORMATS, InputError
-from altgrad.quantize import fake_quantize
-from altgrad.scaling import KINDS, WIDE, AmaxAverage, AmaxFirst, AmaxHistory, AmaxNow, Scaling, amax_of, compute_scale, mx_scale, nvfp4_scale, scale_of
+from altgrad.basics import InputError
+from altgrad.numbers.choosing import best_scale, profile_of, recommend_format
+from altgrad.numbers.formats import EIGHT_BIT, FORMATS
+from altgrad.numbers.quantize import fake_quantize
+from altgrad.numbers.scaling import (
+    KINDS, WIDE, AmaxAverage, AmaxFirst, AmaxHistory, AmaxNow, Scaling, amax_of, compute_scale,
+    mx_scale, nvfp4_scale, scale_of,
+)
 
 RESULTS = Path(__file__).resolve().parent.parent / "nbs/results/power_of_the_exponent.json"
 MEMORIES = {"max": lambda: AmaxHistory(16), "recent": lambda: AmaxHistory(3, "most_recent"), "average": AmaxAverage, "now": AmaxNow, "first": AmaxFirst}

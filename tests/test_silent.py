@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from altgrad import instrument, replicas, stability, storage, trainer
+from altgrad.evidence import instrument
+from altgrad.evidence import replicas
+from altgrad.evidence import stability
+from altgrad.geometry import storage
+from altgrad.training import trainer
+from altgrad.basics import InputError
+from altgrad.geometry.optim import GeometryOptimizer
+from altgrad.geometry.storage import make_grid_tensor
+from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, make_rule, run_arm
+from altgrad.evidence.replicas import kind_of, run_arms
+from altgrad.evidence.sweep import Ledger, Sweep, read_matrix
 from altgrad.cli import main
-from altgrad.formats import InputError
-from altgrad.instrument import Arm, Bench, Task, build_checkpoint, make_rule, run_arm
-from altgrad.optim import GeometryOptimizer
-from altgrad.replicas import kind_of, run_arms
-from altgrad.storage import make_grid_tensor
-from altgrad.sweep import Ledger, Sweep, read_matrix
 from tiny import HEAD, TEXT
 
 TASK = Task(steps=6, batch_size=2, warmup=2, chunks=2, windows=2, every=3)
@@ -62,7 +66,7 @@ def test_the_tables_of_rules_agree():
 
 
 def test_a_placement_without_a_branch_is_refused(monkeypatch):
-    from altgrad import optim
+    from altgrad.geometry import optim
 
     monkeypatch.setattr(optim, "PLACEMENTS", (*optim.PLACEMENTS, "nowhere"))
     w = torch.nn.Parameter(torch.ones(3))
@@ -83,9 +87,9 @@ def changed_package(folder: Path, old: str, new: str) -> dict[str, str]:
     "The environment of a copy of the package in whose `optim` one text is another."
     package = Path(instrument.__file__).parent
     shutil.copytree(package, folder / "altgrad", ignore=shutil.ignore_patterns("__pycache__"))
-    source = (folder / "altgrad/optim.py").read_text(encoding="utf-8")
+    source = (folder / "altgrad/geometry/optim.py").read_text(encoding="utf-8")
     assert source.count(old) == 1
-    (folder / "altgrad/optim.py").write_text(source.replace(old, new), encoding="utf-8")
+    (folder / "altgrad/geometry/optim.py").write_text(source.replace(old, new), encoding="utf-8")
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
@@ -135,10 +139,11 @@ def test_both_engines_give_a_run_the_same_name(here):
 
 
 def test_every_module_that_a_run_calls_is_part_of_its_identity(here):
-    package, called = str(Path(instrument.__file__).parent) + os.sep, set()
+    package, called = Path(instrument.__file__).parents[1], set()
 
     def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(package): called.add(Path(frame.f_code.co_filename).stem)
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(package): called.add(path.relative_to(package).with_suffix("").as_posix())
 
     ready = bench(here)
     ready.corpus("tiny")  # a text's tokens have a hash of their own
@@ -149,7 +154,7 @@ def test_every_module_that_a_run_calls_is_part_of_its_identity(here):
         for arm in arms: run_arm(arm, ready)
         run_arms([replace(arm, seed=1) for arm in arms if arm.storage in replicas.STORAGES], ready)
     finally: sys.setprofile(None)
-    assert {"optim", "quantize", "replicas", "surgery"} < called <= set(instrument.MODULES)
+    assert {"geometry/optim", "numbers/quantize", "evidence/replicas", "model/surgery"} < called <= set(instrument.MODULES)
 
 
 class Lost(GeometryOptimizer):
@@ -204,7 +209,7 @@ def test_settings_that_the_rule_reads_are_taken(here):
 
 
 def test_metrics_hold_the_rate_of_the_rule(here, tmp_path, monkeypatch):
-    from altgrad.monitors import METRICS
+    from altgrad.watching.monitors import METRICS
 
     monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
     run = trainer.Trainer(small(here, rule="riemannian_adamw", rule_lr=0.5, lr=1e-3, warmup_steps=2), tmp_path)
@@ -244,10 +249,10 @@ def test_watch_of_a_run_shows_the_rate_of_the_rule(here, tmp_path, monkeypatch, 
 
 
 def test_the_whole_shadow_is_of_the_rounded_layers():
-    from altgrad.model import GPT, GPTConfig, loss_of
-    from altgrad.monitors import Parcel
-    from altgrad.shadow import Shadow, shadow_gradients, shadow_metrics
-    from altgrad.surgery import quantize_model
+    from altgrad.model.gpt import GPT, GPTConfig, loss_of
+    from altgrad.watching.monitors import Parcel
+    from altgrad.watching.shadow import Shadow, shadow_gradients, shadow_metrics
+    from altgrad.model.surgery import quantize_model
 
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8))
@@ -264,7 +269,7 @@ def test_the_whole_shadow_is_of_the_rounded_layers():
 
 def stored_run(folder: Path, config: str, bad: bool) -> Path:
     "A made-up run whose updates stall, and whose loss rises or not."
-    from altgrad.tracking import MetricsLog, RunFolder
+    from altgrad.training.tracking import MetricsLog, RunFolder
 
     run = RunFolder(folder)
     run.create(f"name: {folder.name}\nformat: E4M3\nmax_steps: 140\n{config}")
@@ -274,7 +279,7 @@ def stored_run(folder: Path, config: str, bad: bool) -> Path:
 
 
 def test_autopsy_advises_no_healthy_run_and_nothing_that_is_set(tmp_path):
-    from altgrad.autopsy import autopsy
+    from altgrad.views.autopsy import autopsy
 
     well = str(autopsy(stored_run(tmp_path / "well", "storage: grid_nearest\n", bad=False)))
     assert "shows no illness" in well and "try:" not in well
@@ -285,7 +290,7 @@ def test_autopsy_advises_no_healthy_run_and_nothing_that_is_set(tmp_path):
 
 
 def grid_model(name: str, seed: int = 0) -> torch.nn.Module:
-    from altgrad.surgery import quantize_model
+    from altgrad.model.surgery import quantize_model
 
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4))
@@ -302,10 +307,10 @@ def test_state_of_a_model_on_a_grid_is_read_with_weights_only(tmp_path):
         torch.save({f"{key}.{part}": t for key, grid in storage.grid_weights(model).items() for part, t in grid.parts().items()}, tmp_path / f"{name}.parts.pt")
     code = """
 import sys, torch
-import altgrad.storage
-for name in altgrad.storage.STORAGES[1:]:
+import altgrad.geometry.storage
+for name in altgrad.geometry.storage.STORAGES[1:]:
     state, parts = (torch.load(f"{sys.argv[1]}/{name}.{end}", weights_only=True) for end in ("pt", "parts.pt"))
-    grids = {key: grid for key, grid in state.items() if isinstance(grid, altgrad.storage.GridTensor)}
+    grids = {key: grid for key, grid in state.items() if isinstance(grid, altgrad.geometry.storage.GridTensor)}
     assert len(grids) == 2 and all(torch.equal(t, parts[f"{key}.{part}"]) for key, grid in grids.items() for part, t in grid.parts().items()), name
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
@@ -330,7 +335,7 @@ def test_a_loaded_model_on_a_grid_goes_on_bit_for_bit(name, tmp_path):
                                             ("*.qkv: weight=E5M2", {"qkv": "E5M2", "fc": "E4M3", "proj": "E4M3"})])
 def test_rules_may_cover_every_layer(here, rules, formats):
     model = trainer.make_model(small(here, rules=rules), 256, torch.device("cpu"))
-    from altgrad.surgery import quantized_layers
+    from altgrad.model.surgery import quantized_layers
 
     assert {name.rpartition(".")[2]: m.weight_format.name for name, m in quantized_layers(model)} == formats
 
@@ -352,7 +357,7 @@ COMPLEX = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.complex64))
     (LAYERS, "E4M3", {"skip": [3]}, "skip takes globs"), (WHOLE, "E4M3", {}, "torch.int8"), (COMPLEX, "E4M3", {}, "torch.complex64"),
     (torch.jit.trace(torch.nn.Linear(8, 2), torch.ones(1, 8)), "E4M3", {}, "torch.jit")])
 def test_what_is_no_model_to_quantize_is_refused(model, format, how, words):
-    from altgrad.surgery import quantize_model
+    from altgrad.model.surgery import quantize_model
 
     with pytest.raises(InputError, match=words) as e: quantize_model(model, format, **how)
     assert len(str(e.value)) <= 300 and "\n" not in str(e.value)
@@ -361,7 +366,7 @@ def test_what_is_no_model_to_quantize_is_refused(model, format, how, words):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_quantized_model_is_not_traced():
-    from altgrad.surgery import quantize_model
+    from altgrad.model.surgery import quantize_model
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     quantize_model(model, "E4M3")
@@ -370,8 +375,8 @@ def test_a_quantized_model_is_not_traced():
 
 @pytest.mark.parametrize("name", ["adamw", "stiffness_adamw"])
 def test_adamw_is_the_baseline_by_either_name(name):
-    from altgrad.evidence import Study, contrast, effect, gain, gain_over_fp32
-    from altgrad.sweep import Tuning
+    from altgrad.evidence.study import Study, contrast, effect, gain, gain_over_fp32
+    from altgrad.evidence.sweep import Tuning
 
     cells = [Arm(storage=s, rule=rule, lr=0.0) for s in ("fp32", "grid_nearest") for rule in (name, "madam")]
     losses = torch.arange(4.0).view(4, 1, 1, 1) + torch.randn(4, 2, 3, 5, generator=torch.Generator().manual_seed(0)) * 1e-3

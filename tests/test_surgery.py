@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from altgrad.formats import EIGHT_BIT, InputError
-from altgrad.surgery import LayerPrecisionRule, PrecisionConfig, QuantizedLinear, quantize_model
+from altgrad.basics import InputError
+from altgrad.numbers.formats import EIGHT_BIT
+from altgrad.model.surgery import (
+    LayerPrecisionRule, PrecisionConfig, QuantizedLinear, quantize_model,
+)
 
 
 def encoder():

@@ -22,8 +22,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from altgrad.formats import EIGHT_BIT, InputError
-from altgrad.tracking import RunFolder, read_wandb
+from altgrad.basics import InputError
+from altgrad.numbers.formats import EIGHT_BIT
+from altgrad.training.tracking import RunFolder, read_wandb
 from wait import has_content, until
 
 ALTGRAD = str(Path(sys.executable).parent / "altgrad")
@@ -31,7 +32,7 @@ SMALL = dict(format="E4M3", max_steps=9, batch_size=2, block_size=16, warmup_ste
              dropout=0.1, device="cpu")
 TIMES = ("tokens_per_s", "wall_clock_s")
 FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(["altgrad.trainer", "torch._dynamo"])
+FORKS.set_forkserver_preload(["altgrad.training.trainer", "torch._dynamo"])
 
 
 # what happens in a process
@@ -57,7 +58,7 @@ def before_an_operation(folder: str, at: int) -> None:
 
 def half_a_line(nth: int) -> None:
     "Dies in the middle of writing a row."
-    from altgrad import tracking
+    from altgrad.training import tracking
     whole, count = tracking.MetricsLog.append, 0
 
     def append(log, row):
@@ -71,7 +72,7 @@ def half_a_line(nth: int) -> None:
 
 def half_a_file(nth: int) -> None:
     "Dies in the middle of writing a checkpoint."
-    from altgrad import checkpoint
+    from altgrad.training import checkpoint
     whole, count = checkpoint.write_atomic, 0
 
     def write(path, data):
@@ -85,7 +86,7 @@ def half_a_file(nth: int) -> None:
 
 def in_a_call(name: str, nth: int) -> None:
     "Dies in a function of the trainer."
-    from altgrad import trainer
+    from altgrad.training import trainer
     whole, count = getattr(trainer, name), 0
 
     def call(*args, **kwargs):
@@ -102,8 +103,8 @@ WOUNDS = {"files": before_an_operation, "line": half_a_line, "file": half_a_file
 
 def life(config: dict, out: str, data: str, wound: tuple | None = None, limit: int | None = None, mirror: str = "off", said: str | None = None) -> None:
     "One process of a run: its exit code is 0, or 1 with one line in the file `said`."
-    from altgrad.data import load_corpus
-    from altgrad.trainer import Trainer, make_config
+    from altgrad.training.data import load_corpus
+    from altgrad.training.trainer import Trainer, make_config
 
     torch.set_num_threads(1)
     corpus = load_corpus(f"path:{data}/text.txt", cache=f"{data}/cache")
@@ -247,9 +248,9 @@ def test_every_format_with_stochastic_rounding(data, tmp_path, whole, number, na
 
 def test_the_loader_has_no_worker_to_lose():
     "A batch is a function of seed and step, computed where it is used: nothing runs ahead, so a kill has no queue to forget."
-    import altgrad.data
-    import altgrad.trainer
-    for module in (altgrad.data, altgrad.trainer):
+    import altgrad.training.data
+    import altgrad.training.trainer
+    for module in (altgrad.training.data, altgrad.training.trainer):
         assert not {"DataLoader", "multiprocessing"} & set(Path(module.__file__).read_text().replace("(", " ").replace(".", " ").split())
 
 
@@ -316,9 +317,9 @@ def test_a_second_process_is_refused_in_one_line(data, tmp_path):
 
 FAILS = """
 import os, signal, sys
-import altgrad.trainer as T
+import altgrad.training.trainer as T
+from altgrad.model.parallel import ProcessLost
 from altgrad.cli import main
-from altgrad.parallel import ProcessLost
 update, commit, failed = T._update, T.git_commit, []
 def fails(trainer, step):
     if step == 3: failed.append(step); raise ProcessLost("no answer")
@@ -401,7 +402,7 @@ def test_damaged_series_are_measured_again(data, tmp_path, cut_series, damage):
     if damage == "delete": part.unlink()
     if damage == "delete all": shutil.rmtree(tmp_path / "cut/series")
     if damage not in ("nothing", "delete all"):
-        from altgrad.autopsy import autopsy
+        from altgrad.views.autopsy import autopsy
         with pytest.raises(InputError, match=part.name): autopsy(tmp_path / "cut")
     assert live({**SMALL, **MONITORED, "name": "cut"}, tmp_path, data) == 0
     assert series_of(tmp_path / "cut") == series_of(cut_series / "whole")
@@ -420,7 +421,7 @@ def test_a_manifest_cannot_name_a_file_outside(data, tmp_path):
 
 
 def test_an_anomaly_leaves_a_checkpoint_with_its_batches(data, tmp_path):
-    from altgrad.data import get_batch, load_corpus
+    from altgrad.training.data import get_batch, load_corpus
     assert live({**SMALL, "name": "wild", "lr": 1e30, "warmup_steps": 0}, tmp_path, data) == 0
     run = RunFolder(tmp_path / "wild")
     odd = [e for e in run.checkpoints.entries() if e["anomaly"]]
@@ -459,7 +460,7 @@ def test_the_mirror_of_a_killed_run_has_every_step(data, tmp_path, monkeypatch):
 def test_watch_follows_a_run_to_its_end(data, tmp_path):
     from rich.console import Console
 
-    from altgrad.watch import watch
+    from altgrad.views.watch import watch
     process = begin({**SMALL, "name": "seen", "max_steps": 30}, tmp_path, data)
     until(lambda: (tmp_path / "seen/run.json").is_file(), process.is_alive)
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from altgrad.basics import InputError
+from altgrad.training.tracking import git_commit
+from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, identity, run_id
+from altgrad.evidence.sweep import (
+    Job, Ledger, Loss, Sweep, Workers, _results, compact, find_row, plan, read_matrix, read_rows,
+    replay,
+)
 from altgrad.cli import main
-from altgrad.formats import InputError
-from altgrad.instrument import Arm, Bench, Task, build_checkpoint, identity, run_id
-from altgrad.sweep import Job, Ledger, Loss, Sweep, Workers, _results, compact, find_row, plan, read_matrix, read_rows, replay
-from altgrad.tracking import git_commit
 from tiny import HEAD, TEXT
 from wait import has_content, until
 
@@ -121,7 +124,7 @@ def test_a_dying_worker_costs_one_run(here):
 def test_a_failed_run_is_recorded_and_tried_again(here, monkeypatch):
     folder = here / "failing"
     sweep = Sweep(read_matrix(MATRIX), folder, bench(here))
-    monkeypatch.setattr("altgrad.sweep._work", lambda arm: 1 / 0)  # cannot be sent to a worker: every run fails
+    monkeypatch.setattr("altgrad.evidence.sweep._work", lambda arm: 1 / 0)  # cannot be sent to a worker: every run fails
     failed = sweep.run(1, progress=False)
     rows = Ledger(folder).rows()
     assert failed == len(rows) > 0 and all(row["error"] and row["storage"] in ("fp32", "grid_stochastic") for row in rows)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from altgrad.formats import get_format
-from altgrad.quantize import fake_quantize, set_path
+from altgrad.numbers.formats import get_format
+from altgrad.numbers.quantize import fake_quantize, set_path
 
 SCRIPT = Path(__file__).resolve().parent.parent / ".ci/verify.py"
 spec = importlib.util.spec_from_file_location("verify", SCRIPT)

@@ -6,15 +6,18 @@ from typing import assert_type
 import torch
 from torch import Tensor, nn
 
-from altgrad.formats import EIGHT_BIT, FORMATS, FP8Format, get_format, ulp
-from altgrad.geometry import code_coordinate, stiffness
-from altgrad.interchange import Codes, load_codes, load_model, save_codes
-from altgrad.monitors import Measurement, Monitors
-from altgrad.optim import RiemannianAdamW, StiffnessAdamW
-from altgrad.quantize import fake_quantize
-from altgrad.scaling import compute_scale, scale_of
-from altgrad.storage import GridTensor, grid_weights, make_grid_tensor, store_on_grid
-from altgrad.surgery import LayerPrecisionRule, PrecisionConfig, Quantized, QuantizationReport, quantize_model, quantized_layers, quantized_weights
+from altgrad.numbers.formats import EIGHT_BIT, FORMATS, FP8Format, get_format, ulp
+from altgrad.numbers.quantize import fake_quantize
+from altgrad.numbers.scaling import compute_scale, scale_of
+from altgrad.geometry.interchange import Codes, load_codes, load_model, save_codes
+from altgrad.geometry.optim import RiemannianAdamW, StiffnessAdamW
+from altgrad.geometry.spacing import code_coordinate, stiffness
+from altgrad.geometry.storage import GridTensor, grid_weights, make_grid_tensor, store_on_grid
+from altgrad.model.surgery import (
+    LayerPrecisionRule, PrecisionConfig, QuantizationReport, Quantized, quantize_model,
+    quantized_layers, quantized_weights,
+)
+from altgrad.watching.monitors import Measurement, Monitors
 
 fmt = get_format("E4M3")
 x = torch.randn(4, 4)

@@ -48,7 +48,7 @@ def _help(command: str, place: Place) -> None:
 
 
 def cases(rng) -> Iterator[Case]:
-    from altgrad.formats import FORMATS as REGISTRY
+    from altgrad.numbers.formats import FORMATS as REGISTRY
 
     for command in COMMANDS:
         yield Case("commands", f"{command} --help", partial(_help, command), right=True)

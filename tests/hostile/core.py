@@ -45,7 +45,7 @@ def assert_line(line: str) -> None:
 
 def refused(call: Callable, *args: Any, **kwargs: Any) -> str:
     "The line of the InputError that the call must raise."
-    from altgrad.formats import InputError
+    from altgrad.basics import InputError
 
     try: got = call(*args, **kwargs)
     except InputError as e:
@@ -56,7 +56,7 @@ def refused(call: Callable, *args: Any, **kwargs: Any) -> str:
 
 def either(call: Callable, *args: Any) -> Any:
     "What the call returns, or None where it refuses in one line."
-    from altgrad.formats import InputError
+    from altgrad.basics import InputError
 
     try: return call(*args)
     except InputError as e: assert_line(str(e))
@@ -109,7 +109,10 @@ def make_base(base: Path) -> None:
     import matplotlib.pyplot  # noqa: F401  # once, and not in every worker
     import torch
 
-    from altgrad import autopsy, model, replicas, sweep, tracking, trainer, watch  # noqa: F401
+    from altgrad.evidence import replicas, sweep  # noqa: F401
+    from altgrad.model import gpt as model
+    from altgrad.training import tracking, trainer
+    from altgrad.views import autopsy, watch  # noqa: F401
 
     torch.set_num_threads(1)
     os.environ |= {"ALTGRAD_CACHE": str(base / "cache"), "HOME": str(base), "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
@@ -125,10 +128,10 @@ def make_base(base: Path) -> None:
 def _make_base(base: Path) -> None:
     from dataclasses import asdict
 
-    from altgrad import trainer
-    from altgrad.instrument import Bench, run_arm
-    from altgrad.sweep import Sweep, read_matrix
-    from altgrad.tracking import machine, versions
+    from altgrad.training import trainer
+    from altgrad.evidence.instrument import Bench, run_arm
+    from altgrad.evidence.sweep import Sweep, read_matrix
+    from altgrad.training.tracking import machine, versions
 
     from .matrices import MATRIX
 

@@ -6,25 +6,25 @@ from .core import Case, Place, either, refused
 
 
 def _get(name: Any, place: Place) -> None:
-    from altgrad.formats import get_format
+    from altgrad.numbers.formats import get_format
     refused(get_format, name)
 
 
 def _facts(args: tuple, place: Place) -> None:
-    from altgrad.formats import FP8Format
+    from altgrad.numbers.formats import FP8Format
     refused(FP8Format, *args)
 
 
 def _quantize(make: Any, kwargs: dict, place: Place) -> None:
-    from altgrad.quantize import fake_quantize
+    from altgrad.numbers.quantize import fake_quantize
     refused(lambda: fake_quantize(make(), **{"fmt": "E4M3", **{k: v() if callable(v) else v for k, v in kwargs.items()}}))
 
 
 def _right(name: str, seed: int, scale: float, place: Place) -> None:
     "Rounded to the nearest value, found by looking at all of them in float64."
     import torch
-    from altgrad.formats import get_format
-    from altgrad.quantize import fake_quantize
+    from altgrad.numbers.formats import get_format
+    from altgrad.numbers.quantize import fake_quantize
     fmt = get_format(name)
     x = torch.randn(300, generator=torch.Generator().manual_seed(seed)) * scale
     values = fmt.values[fmt.values.isfinite()].double().unique() * scale
@@ -33,7 +33,7 @@ def _right(name: str, seed: int, scale: float, place: Place) -> None:
 
 
 def _real(make: Any, place: Place) -> None:
-    from altgrad.formats import get_format
+    from altgrad.numbers.formats import get_format
     refused(get_format("E4M3").to_real, make())
 
 
@@ -41,7 +41,7 @@ def cases(rng) -> Iterator[Case]:
     import numpy as np
     import torch
 
-    from altgrad.formats import EIGHT_BIT
+    from altgrad.numbers.formats import EIGHT_BIT
 
     for name in ("", " ", "E", "E4", "M3", "E4M3 ", "E4M3b", "E4M3bx", "E4M3b7fnx", "E4M3b7ieeeq", "E0M0b0", "E99M99b0", "E4M3b9999999", "E1M999999999b0",
         "E999999999M1b1", "x" * 10**6, "\x00", "\ud800", "\x1b[2J", None, 4, 4.3, True, [], {}, (), b"E4M3", object):
@@ -77,6 +77,6 @@ def cases(rng) -> Iterator[Case]:
 
 def _either(word: str, place: Place) -> None:
     "No format, or one whose word means itself."
-    from altgrad.formats import get_format
+    from altgrad.numbers.formats import get_format
     fmt = either(get_format, word)
     if fmt is not None: assert get_format(fmt.spec) == fmt or get_format(fmt.spec).spec == fmt.spec

@@ -9,7 +9,7 @@ from .core import Case, Place, either, refused
 
 def _model() -> Any:
     import torch
-    from altgrad.surgery import quantize_model
+    from altgrad.model.surgery import quantize_model
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
     quantize_model(model, "E4M3")
@@ -17,7 +17,7 @@ def _model() -> Any:
 
 
 def _file(place: Place) -> bytes:
-    from altgrad.interchange import save_codes
+    from altgrad.geometry.interchange import save_codes
     path = place.folder / "whole.safetensors"
     save_codes(_model(), path)
     return path.read_bytes()
@@ -37,7 +37,7 @@ def _together(header: Any, body: bytes) -> bytes:
 
 def _refused(place: Place, data: bytes) -> None:
     "By both readers; a model stays as it is."
-    from altgrad.interchange import load_codes
+    from altgrad.geometry.interchange import load_codes
     path = place.folder / "m.safetensors"
     path.write_bytes(data)
     refused(load_codes, path)
@@ -46,7 +46,7 @@ def _refused(place: Place, data: bytes) -> None:
 
 def _untouched(path: Any) -> None:
     import torch
-    from altgrad.interchange import load_model
+    from altgrad.geometry.interchange import load_model
     model = _model()
     with torch.no_grad():
         for p in model.parameters(): p.add_(0.5)
@@ -76,7 +76,7 @@ def _header(change: Callable[[dict], Any], place: Place) -> None:
 def _fuzz(seed: int, place: Place) -> None:
     "A header with bytes changed: refused, or the same codes as before under the same names."
     import random
-    from altgrad.interchange import Codes, load_codes
+    from altgrad.geometry.interchange import Codes, load_codes
     rng, data = random.Random(seed), bytearray(_file(place))
     size = struct.unpack("<Q", data[:8])[0]
     for _ in range(rng.randint(1, 3)): data[rng.randrange(8 + size)] = rng.randrange(256)
@@ -100,7 +100,7 @@ def _tensor(name: str, make: Callable[[Any], Any], place: Place) -> None:
 
 
 def _save(kind: str, place: Place) -> None:
-    from altgrad.interchange import save_codes
+    from altgrad.geometry.interchange import save_codes
     import torch
     path = place.folder / "out.safetensors"
     what, target, metadata = _model(), path, None
@@ -118,7 +118,7 @@ def _save(kind: str, place: Place) -> None:
 
 def _place(kind: str, place: Place) -> None:
     import os
-    from altgrad.interchange import load_codes
+    from altgrad.geometry.interchange import load_codes
     path = place.folder / "p"
     if kind == "a folder": path.mkdir()
     if kind == "a pipe": os.mkfifo(path)
@@ -131,7 +131,7 @@ def _place(kind: str, place: Place) -> None:
 def _whole(fmt: str, granularity: Any, place: Place) -> None:
     "What was written is read, and loaded into another model, to the last bit."
     import torch
-    from altgrad.interchange import Codes, load_codes, save_codes
+    from altgrad.geometry.interchange import Codes, load_codes, save_codes
     x = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
     codes = Codes.of(x, fmt, granularity)
     save_codes({"w": codes, "b": torch.ones(3)}, place.folder / "w.safetensors")

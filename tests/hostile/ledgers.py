@@ -64,7 +64,7 @@ def _torn(at: int, place: Place) -> None:
 
 def _mutated(seed: int, content: bytes, place: Place) -> None:
     "Refused, or every row that counts is one that was written."
-    from altgrad.sweep import Ledger, read_rows
+    from altgrad.evidence.sweep import Ledger, read_rows
     folder = place.folder / "ledger"
     folder.mkdir()
     (folder / "ledger.jsonl").write_bytes(content)
@@ -91,7 +91,7 @@ def _replay_wrong(change: Callable[[dict], Any], place: Place) -> None:
 
 def _fine(key: str, value: Any, place: Place) -> None:
     "A value that a row may have is read as it is."
-    from altgrad.sweep import Ledger
+    from altgrad.evidence.sweep import Ledger
     folder = _ledger(place, lambda lines: [json.dumps(_set(key, value, json.loads(lines[0]))).encode() + b"\n", *lines[1:]])
     assert Ledger(folder).rows()[0][key] == value and len(Ledger(folder).rows()) == 4
 
@@ -109,7 +109,7 @@ def _places(kind: str, place: Place) -> None:
 
 
 def _parquet(kind: str, place: Place) -> None:
-    from altgrad.sweep import Ledger, compact
+    from altgrad.evidence.sweep import Ledger, compact
     path = place.folder / "l.parquet"
     compact(Ledger(place.base / "ledger").rows(), path)
     data = path.read_bytes()

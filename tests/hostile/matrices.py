@@ -58,7 +58,7 @@ def _with(where: tuple, value: object) -> str:
 
 
 def _wrong(text: str, place: Place) -> None:
-    from altgrad.sweep import read_matrix
+    from altgrad.evidence.sweep import read_matrix
     refused(read_matrix, text)
 
 
@@ -73,7 +73,7 @@ def _wrong_command(text: str, place: Place) -> None:
 
 def _right(text: str, place: Place) -> None:
     "Read, and planned: as many runs as a count by hand says."
-    from altgrad.sweep import plan, read_matrix
+    from altgrad.evidence.sweep import plan, read_matrix
     given, matrix = yaml.safe_load(text), read_matrix(text)
     size = lambda value: len(value) if isinstance(value, list) else 1
     arms = [(f, s, p) for entry in given["arms"] for f in _listed(entry["format"]) for s in _listed(entry["storage"]) for p in _listed(entry["power"])
@@ -85,7 +85,7 @@ def _listed(value): return value if isinstance(value, list) else [value]
 
 
 def _mutated(text: bytes, place: Place) -> None:
-    from altgrad.sweep import plan, read_matrix
+    from altgrad.evidence.sweep import plan, read_matrix
     matrix = either(read_matrix, text)
     if matrix is not None: assert len(plan(matrix, {}.get).jobs) == len(matrix.cells) * matrix.points * len(matrix.tune_seeds)
 
@@ -106,7 +106,7 @@ def _dry(place: Place) -> None:
 
 
 def _real(path: str, place: Place) -> None:
-    from altgrad.sweep import read_matrix
+    from altgrad.evidence.sweep import read_matrix
     from pathlib import Path
     assert read_matrix(Path(path).read_bytes()).cells
 

@@ -29,7 +29,7 @@ def _made(place: Place) -> bytes:
 
 
 def _read(place: Place, data: bytes) -> Any:
-    from altgrad.tracking import read_wandb
+    from altgrad.training.tracking import read_wandb
     path = place.folder / "r/wandb/offline-run-20260101_000000-abc/run-abc.wandb"
     path.parent.mkdir(parents=True)
     path.write_bytes(data)
@@ -58,7 +58,7 @@ def _flipped(at: int, bit: int, place: Place) -> None:
 
 
 def _mode(name: Any, place: Place) -> None:
-    from altgrad.tracking import Mirror, RunFolder
+    from altgrad.training.tracking import Mirror, RunFolder
     refused(Mirror, RunFolder(place.folder / "r"), name)
 
 

@@ -13,7 +13,7 @@ def _plain() -> Any:
 def _wrong(make: Callable[[], Any], args: tuple, kwargs: dict, place: Place) -> None:
     "Refused, and the model is as it was."
     import torch
-    from altgrad.surgery import quantize_model
+    from altgrad.model.surgery import quantize_model
     model = make()
     before = {k: v.clone() for k, v in model.state_dict().items() if torch.is_tensor(v) and not _lazy(v)} if isinstance(model, torch.nn.Module) else {}
     kinds = [type(m) for m in model.modules()] if isinstance(model, torch.nn.Module) else []
@@ -29,8 +29,8 @@ def _lazy(v: Any) -> bool:
 def _stored(storage: str, place: Place) -> None:
     "What `state_dict()` gives is read by `torch.load(weights_only=True)` and means the same."
     import torch
-    from altgrad.storage import store_on_grid
-    from altgrad.surgery import quantize_model
+    from altgrad.geometry.storage import store_on_grid
+    from altgrad.model.surgery import quantize_model
     torch.manual_seed(0)
     model = _plain()
     quantize_model(model, "E4M3")
@@ -46,9 +46,9 @@ def _stored(storage: str, place: Place) -> None:
 
 def _works(fmt: str, place: Place) -> None:
     import torch
-    from altgrad.quantize import fake_quantize
-    from altgrad.scaling import compute_scale
-    from altgrad.surgery import quantize_model
+    from altgrad.numbers.quantize import fake_quantize
+    from altgrad.numbers.scaling import compute_scale
+    from altgrad.model.surgery import quantize_model
     torch.manual_seed(0)
     model, plain = _plain(), None
     x, w = torch.randn(5, 8), model[0].weight.detach().clone()

@@ -26,7 +26,7 @@ LABELLED = {"no labels": {"text": "a"}, "labels are text": {"text": "a", "labels
 
 
 def _load(place: Place, data: str, tokenizer: str = "bytes"):
-    from altgrad.data import load_corpus
+    from altgrad.training.data import load_corpus
     return load_corpus(data, tokenizer, place.folder / "cache")
 
 
@@ -83,7 +83,7 @@ def _odd_parquet(rows: list, place: Place) -> None: _wrong("a.parquet", _parquet
 
 
 def _labels(row: dict, place: Place) -> None:
-    from altgrad.data import load_labelled
+    from altgrad.training.data import load_labelled
     good = [{"text": f"{i} times {i}", "labels": ["a"]} for i in range(30)]
     (place.folder / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*good, row]))
     refused(load_labelled, f"path:{place.folder}/a.jsonl", "bytes", place.folder / "cache")
