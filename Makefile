@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 ISOLATED := env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME -u XDG_DATA_HOME HOME="$(CURDIR)/.venv/home" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test portable kills hostile verify bench evidence lab export notebooks readme docs quarto
+.PHONY: help demo test portable kills hostile verify bench style evidence lab export notebooks readme docs quarto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -50,6 +50,9 @@ hostile: $(INSTALLED) ## thousands of generated hostile inputs: each must be ref
 
 bench: $(INSTALLED) ## time the code against other libraries; libraries in folders of their own: make bench PEERS=FOLDER
 	@for script in nbs/studies/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+style: $(INSTALLED) ## measure how the code reads, beside what is wanted
+	@$(BIN)/python .ci/style.py
 
 # Nothing is trained: the pages read nbs/results/ledger (.ci/ledger.py writes it from a sweep's own ledger).
 EVIDENCE := the_answer failure_atlas dashboard better_rule

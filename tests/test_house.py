@@ -1,0 +1,95 @@
+"""The floors: a module imports from floors below its own, and from its own floor without a circle; and what `altgrad` itself hands on."""
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import altgrad
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = ("basics", "numbers", "geometry", "model", "watching", "training", "evidence", "views", "cli")  # from the ground
+FILES = sorted(p for p in (ROOT / "altgrad").rglob("*.py") if not p.name.startswith("_"))
+STANDARD = set(sys.stdlib_module_names)
+
+
+def name_of(path: Path) -> str: return ".".join(path.relative_to(ROOT / "altgrad").with_suffix("").parts)
+
+
+MODULES = [name_of(path) for path in FILES]
+
+
+def targets(node: ast.AST, module: str) -> list[str]:
+    "The modules of this package that an import statement names."
+    if isinstance(node, ast.Import): found = [a.name for a in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        above = ["altgrad", *module.split(".")][: -node.level] if node.level else []
+        base = ".".join([*above, *filter(None, [node.module])])
+        found = [base, *(f"{base}.{a.name}" for a in node.names)]
+    else: return []
+    return [name for f in found if (name := f.removeprefix("altgrad.")) in MODULES]
+
+
+def imports(path: Path, everywhere: bool = True) -> set[str]:
+    "What a module imports: anywhere, or only when it is loaded itself."
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = ast.walk(tree) if everywhere else tree.body
+    return {name for node in nodes for name in targets(node, name_of(path))}
+
+
+def floor(module: str) -> int: return FLOORS.index(module.partition(".")[0])
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_is_imported_from_a_floor_above(path):
+    assert [name for name in imports(path) if floor(name) > floor(name_of(path))] == []
+
+
+def test_no_circle():
+    open_, done = [], set()
+
+    def visit(module: str):
+        assert module not in open_, " -> ".join([*open_, module])
+        if module in done: return
+        open_.append(module)
+        for name in graph[module]: visit(name)
+        done.add(open_.pop())
+
+    graph = {name_of(path): sorted(imports(path)) for path in FILES}
+    for module in graph: visit(module)
+    assert len(done) == len(MODULES) > 30
+
+
+def test_no_module_has_a_name_of_its_folder_or_of_the_standard_library():
+    for module in MODULES:
+        folder, _, name = module.rpartition(".")
+        assert name not in STANDARD and name not in folder.split("."), module
+
+
+def test_notebooks_stand_on_the_same_floors():
+    for path in FILES:
+        place = path.read_text(encoding="utf-8").split("File to edit: ")[1].split()[0]
+        notebook = place.split("nbs/")[1].removesuffix(".ipynb.")
+        *folder, name = notebook.split("/")
+        assert [*folder, name.split("_", 1)[-1]] == name_of(path).split("."), place
+
+
+def test_numbers_of_notebooks_have_no_gap():
+    for folder in FLOORS[1:-1]:
+        numbers = sorted(p.name[:2] for p in (ROOT / "nbs" / folder).glob("*.ipynb"))
+        assert numbers == [f"{i:02}" for i in range(len(numbers))], folder
+
+
+def test_the_package_hands_on_what_people_type():
+    assert set(altgrad.__all__) == set(altgrad._PLACES) <= set(dir(altgrad))
+    for name, place in altgrad._PLACES.items():
+        assert getattr(altgrad, name) is getattr(importlib.import_module(f"altgrad.{place}"), name)
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"): altgrad.quantise
+
+
+def test_importing_the_package_alone_loads_nothing():
+    code = "import sys; before = set(sys.modules); import altgrad; print(*(set(sys.modules) - before))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not {"torch", "numpy", "typing"} & set(loaded)
