@@ -142,14 +142,16 @@ def readme(args) -> int:
 
 
 FROZEN = {"studies/protocol.ipynb"}  # was committed before the runs of the study, and is not changed
-PROMISE = "After this page you "  # begins the second cell of every page
+BADGES = re.compile(r"(\n\n)?(<small>)?\[(Open in )?Colab\]\(\S*\)[^\n]*")  # as they are, and as they were
 
-def launch_line(name: str) -> str:
-    "The links of the page `name`, a path below nbs/."
+
+def badges(name: str) -> str:
+    "Two small links that open the page `name`, a path below nbs/."
     config = get_config()
     place = f"{config.user}/{config.repo}"
-    return (f"[Open in Colab](https://colab.research.google.com/github/{place}/blob/{config.branch}/nbs/{name}) or "
-            f"[in Binder](https://mybinder.org/v2/gh/{place}/{config.branch}?labpath=nbs/{name})")
+    colab = f"https://colab.research.google.com/github/{place}/blob/{config.branch}/nbs/{name}"
+    binder = f"https://mybinder.org/v2/gh/{place}/{config.branch}?labpath=nbs/{name}"
+    return f"<small>[Colab]({colab}) · [Binder]({binder})</small>"
 
 
 def colab_cell(name: str) -> str:
@@ -164,9 +166,10 @@ def colab_cell(name: str) -> str:
 
 def with_links(nb, name: str):
     "The notebook with both in its second and third cell."
-    promise = nb.cells[1]
-    if promise.cell_type != "markdown" or not promise.source.startswith(PROMISE): sys.exit(f"{name}: the second cell must begin with {PROMISE!r}")
-    promise.source = promise.source.partition("\n\n[Open in Colab]")[0] + f"\n\n{launch_line(name)}"
+    second = nb.cells[1]
+    if second.cell_type != "markdown": sys.exit(f"{name}: the second cell must be text, and holds the links")
+    said = BADGES.sub("", second.source).strip()
+    second.source = f"{said}\n\n{badges(name)}".strip()
     source = colab_cell(name)
     if "# Google Colab" not in nb.cells[2].source: nb.cells.insert(2, nbformat.v4.new_code_cell(source))
     nb.cells[2].source = source
