@@ -99,6 +99,9 @@ def readme_code(cell):
     if is_false(found, "echo"): cell.metadata.tags = [NO_SOURCE_TAG]
     cell.source = DIRECTIVE_LINES.sub("", cell.source)
     if is_false(found, "output"): cell.outputs = []
+    for output in cell.outputs:
+        shown = output.get("data", {})
+        if "text/markdown" in shown: shown["text/markdown"] = LINK.sub(relink, shown["text/markdown"])
     return cell
 
 
