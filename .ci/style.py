@@ -126,7 +126,7 @@ def of_notebooks() -> dict[str, float]:
         "lines of an export cell, median": median(sum(map(is_code, source.splitlines())) for source in exported),
         "words before the first output, median notebook": median(words),
         "exported lines before the first output, median": median(lines),
-        "README words before the first code": len(re.sub(r"\(\S*\)", "", readme).split()),
+        "README words before the first code": len(re.findall(r"\S*\w\S*", re.sub(r"\(\S*\)", "", readme))),
     }
 
 
