@@ -24,7 +24,7 @@ from .formats import COLORS, InputError
 from .monitors import read_histograms, read_series
 from .sweep import FLAGS, Ledger, flags
 from .thresholds import Thresholds
-from .tracking import StoredRun, heights, read_line, state_of
+from .tracking import StoredRun, check_log, heights, read_line, state_of
 
 # %% ../nbs/15b_watch.ipynb #09d03537
 class MetricName(NamedTuple):
@@ -81,7 +81,8 @@ class Tail:
 def rows_of(
     run: StoredRun,
 ) -> list[dict[str, Any]]:
-    "All rows of a run, each with what was measured in its step layer by layer."
+    "All rows of a run, each with what was measured in its step layer by layer; InputError if one was changed after the run had ended."
+    check_log(run)
     rows = [dict(row) for row in Tail(run.metrics_file).read()]
     by_step = {row["step"]: row for row in rows}
     for path, (steps, values) in read_series(run.series_folder).items():
