@@ -344,6 +344,7 @@ def _open_wandb(mirror: "Mirror") -> Any:
     "wandb's run: online if it is asked for and possible, else offline."
     import wandb
 
+    os.environ.setdefault("WANDB_HTTP_TIMEOUT", "4")  # seconds for the key's check; twice 10 by itself, and a short run would wait for it at its end
     folder, settings = mirror.folder, wandb_settings()
     facts = dict(project="altgrad", id=_id_of(folder), name=folder.path.name, group=folder.path.absolute().parent.name, dir=folder.path, resume="allow",
                  config=folder.stored_config(), settings=settings)
