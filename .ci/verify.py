@@ -21,8 +21,8 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from altgrad.basics import write_atomic
 from altgrad.numbers import quantize
+from altgrad.basics import write_atomic
 from altgrad.numbers.formats import EIGHT_BIT, FP8Format, get_format
 from altgrad.numbers.quantize import fake_quantize, rounding_key
 from altgrad.training.tracking import code_commit, machine, versions

@@ -113,7 +113,7 @@ def page() -> str: return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 def the_rule_of_the_page():
     "The class `SignSGD`, and its line in `RULES`."
-    from altgrad.geometry.spacing import optim
+    from altgrad.geometry import optim
 
     names = dict(vars(optim))
     exec(re.search(r"```python\n(class .*?)```", page(), re.DOTALL)[1], names)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from altgrad.evidence import study as evidence
 from altgrad.numbers.formats import get_format
-from altgrad.evidence.study import study as evidence
 from altgrad.evidence.instrument import VERSION
 from altgrad.evidence.study import (
     arm_of, build_study, contrast, effect, read_ledger, slope_over_fp32,

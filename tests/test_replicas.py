@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from altgrad.evidence import instrument
+from altgrad.evidence import replicas
 from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT
-from altgrad.evidence.study import instrument, replicas
 from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, run_arm
 from altgrad.evidence.replicas import STORAGES, Batches, run_arms
 from altgrad.evidence.sweep import Ledger, Sweep, read_matrix, replay

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from altgrad.basics import InputError
-from altgrad.geometry.spacing import storage
+from altgrad.geometry import storage
 from altgrad.geometry.optim import GeometryOptimizer
 from altgrad.geometry.storage import make_grid_tensor
 from altgrad.training import trainer
-from altgrad.evidence.study import instrument, replicas, stability
+from altgrad.evidence import instrument, replicas, stability
 from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, make_rule, run_arm
 from altgrad.evidence.replicas import kind_of, run_arms
 from altgrad.evidence.sweep import Ledger, Sweep, read_matrix
@@ -66,7 +66,7 @@ def test_the_tables_of_rules_agree():
 
 
 def test_a_placement_without_a_branch_is_refused(monkeypatch):
-    from altgrad.geometry.spacing import optim
+    from altgrad.geometry import optim
 
     monkeypatch.setattr(optim, "PLACEMENTS", (*optim.PLACEMENTS, "nowhere"))
     w = torch.nn.Parameter(torch.ones(3))

@@ -15,8 +15,8 @@ from typing import Any, Callable
 
 import torch
 
+from . import sweep
 from ..basics import InputError
-from .study import sweep
 from .instrument import Arm, Bench, identity, run_id
 from .replicas import _kind_if_stacked, _work_batch
 

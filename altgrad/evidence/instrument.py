@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..geometry import optim
 from ..basics import InputError, is_number, unknown, write_atomic
 from ..numbers.formats import get_format, ulp
 from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import compute_scale
-from ..geometry.spacing import optim
 from ..geometry.optim import PLACEMENTS, GridSGD, Madam, RiemannianAdamW, StiffnessAdamW
 from ..geometry.storage import GRIDS, make_grid_tensor, pack
 from ..model.gpt import GPT, GPTConfig, loss_of

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from . import sweep
 from ..basics import InputError
 from ..numbers.formats import FP8Format, get_format
 from ..numbers.quantize import _EXPONENT, _batch_noise, _first_bits, rounding_key
@@ -32,7 +33,6 @@ from altgrad.geometry.optim import (
 from ..model.gpt import loss_of
 from ..training.data import get_batch
 from ..training.tracking import machine, versions
-from .study import sweep
 from altgrad.evidence.instrument import (
     Arm, Bench, Outcome, explain_end, explain_step, make_row, make_rule, piece_losses, ramp,
     recipe_of, validation_pieces,

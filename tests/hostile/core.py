@@ -109,8 +109,8 @@ def make_base(base: Path) -> None:
     import matplotlib.pyplot  # noqa: F401  # once, and not in every worker
     import torch
 
-    from altgrad.evidence.study import replicas, sweep  # noqa: F401
-    from altgrad.model.gpt import gpt as model
+    from altgrad.evidence import replicas, sweep  # noqa: F401
+    from altgrad.model import gpt as model
     from altgrad.training import tracking, trainer
     from altgrad.views import autopsy, watch  # noqa: F401
 
