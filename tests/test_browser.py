@@ -22,8 +22,9 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="the package playwr
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
 TUTORIAL = "tutorials/first_run.ipynb"
-RUN_IN_LAB = ["17_explorer.ipynb"] + [TUTORIAL] * (NBS / TUTORIAL).is_file()
-PAGES = ["index.ipynb", "00_formats.ipynb", "03_geometry.ipynb", "studies/the_answer.ipynb", "studies/speed.ipynb", "tutorials/lab.ipynb", *RUN_IN_LAB]
+RUN_IN_LAB = ["views/04_explorer.ipynb"] + [TUTORIAL] * (NBS / TUTORIAL).is_file()
+PAGES = ["index.ipynb", "numbers/00_formats.ipynb", "geometry/00_spacing.ipynb", "studies/the_answer.ipynb", "studies/speed.ipynb", "tutorials/lab.ipynb"]
+PAGES += RUN_IN_LAB
 MATHJAX = Path("/usr/share/javascript/mathjax")  # Debian's and Ubuntu's libjs-mathjax
 CONTRAST = 3.0  # WCAG's least, for large text; notebooks colour their code below the 4.5 for small text
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -139,7 +140,7 @@ def test_notebook_runs_in_jupyterlab(browser, lab, name, tmp_path):
     run_all(page, name)
     assert problems(folder / name) == []
     page.screenshot(path=tmp_path / "lab.png")
-    if name == "17_explorer.ipynb": drag(page, tmp_path)
+    if name == "views/04_explorer.ipynb": drag(page, tmp_path)
     page.close()
 
 

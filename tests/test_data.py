@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from altgrad.training import data as D
 from altgrad.basics import InputError
+from altgrad.training import data as D
 from altgrad.training.data import (
     Corpus, bigram_entropy, get_batch, load_corpus, load_labelled, unigram_entropy,
     validation_windows,

@@ -1,4 +1,6 @@
 """Wrongs that were silent: each is refused, or says what it is."""
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -9,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from altgrad.evidence import instrument
-from altgrad.evidence import replicas
-from altgrad.evidence import stability
-from altgrad.geometry import storage
-from altgrad.training import trainer
 from altgrad.basics import InputError
+from altgrad.geometry import storage
 from altgrad.geometry.optim import GeometryOptimizer
 from altgrad.geometry.storage import make_grid_tensor
+from altgrad.training import trainer
+from altgrad.evidence import instrument, replicas, stability
 from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, make_rule, run_arm
 from altgrad.evidence.replicas import kind_of, run_arms
 from altgrad.evidence.sweep import Ledger, Sweep, read_matrix
@@ -386,3 +386,50 @@ def test_adamw_is_the_baseline_by_either_name(name):
     found = effect(contrast(study, gain(study, cells[3])), draws=100)
     assert found is not None and found.mean == pytest.approx(2 - 3, abs=5e-3)  # the made-up noise of a cell
     assert effect(contrast(study, gain_over_fp32(study, cells[3])), draws=100).mean == pytest.approx((2 - 3) - (0 - 1), abs=5e-3)  # the made-up noise of a cell
+
+
+@pytest.fixture(scope="module")
+def finished(here, tmp_path_factory) -> Path:
+    "A folder with two finished runs, one of them with series."
+    out = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ALTGRAD_CACHE", str(here / "cache"))
+        for name, every in (("seen", 1), ("plain", None)): trainer.Trainer(small(here, name=name, monitor_every=every), out).run(progress=False)
+    return out
+
+
+def other_line(folder: Path) -> None:
+    "One loss in the metrics is another number; the file stays whole."
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    row = json.loads(lines[1])
+    (folder / "metrics.jsonl").write_text("".join([lines[0], json.dumps({**row, "loss": row["loss"] / 2}) + "\n", *lines[2:]]))
+
+
+def test_changed_metrics_of_a_finished_run_are_noticed_by_every_reader(here, finished, tmp_path, monkeypatch, capsys):
+    from altgrad.training.experiment import compare, read_arm
+
+    monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
+    run = shutil.copytree(finished, tmp_path / "out") / "plain"
+    config, other = small(here, name="plain"), small(here, name="other", rule="madam", rule_lr=0.01)
+    whole = trainer.Trainer(config, tmp_path / "out").run(progress=False)
+    assert whole["metrics_sha256"] == hashlib.sha256((run / "metrics.jsonl").read_bytes()).hexdigest() and read_arm(run)["record"] == whole
+    assert main(["autopsy", str(tmp_path / "out/seen"), "--against", str(run)]) == main(["watch", str(run), "--once"]) == 0
+    capsys.readouterr()
+    other_line(run)
+    changed = (run / "metrics.jsonl").read_bytes()
+    for argv in (["watch", str(run), "--once"], ["autopsy", str(run)], ["autopsy", str(tmp_path / "out/seen"), "--against", str(run)]):
+        assert main(argv) == 2
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == 1 and "metrics.jsonl is not what the run logged" in said, said
+    for again in (lambda: read_arm(run), lambda: trainer.Trainer(config, tmp_path / "out"), lambda: compare([other, config], tmp_path / "out", progress=False)):
+        with pytest.raises(InputError, match="metrics.jsonl is not what the run logged"): again()
+    assert (run / "metrics.jsonl").read_bytes() == changed and not (tmp_path / "out/other").exists()  # before any arm is trained
+
+
+@pytest.mark.parametrize("name, lost", [("seen", True), ("seen", False), ("plain", False)])
+def test_autopsy_says_that_the_series_are_gone(finished, tmp_path, name, lost):
+    from altgrad.views.autopsy import autopsy
+
+    run = shutil.copytree(finished, tmp_path / "out") / name
+    if lost: shutil.rmtree(run / "series")
+    assert ("series is gone" in str(autopsy(run))) == lost

@@ -262,13 +262,23 @@ _VALUES = {"run": "text", "error": "text", "stage": "text", "matrix": "text", "v
            "curve": "list", "task": "mapping", "machine": "mapping", "versions": "mapping",
            **{f.name: {"str": "text", "float": "number", "int": "whole number"}[getattr(f.type, "__name__", str(f.type))] for f in fields(Arm)}}
 
+_NEEDED = {  # what a row must have, by what it is for
+    "row": ("run",),
+    "result": ("val_loss",),
+    "replay": (*(f.name for f in fields(Arm)), "task", "corpus_sha", "checkpoint_sha", "weights_sha", "instrument", "diverged"),
+}
+
+def _missing(row: Mapping[str, Any], *uses: str) -> str | None:
+    "The first value that a row needs for this and does not have; one that is null or empty counts as absent."
+    return next((key for use in uses for key in _NEEDED[use] if row.get(key) in (None, "")), None)
+
 def check_row(
     row: Mapping[str, Any],
     place: str,  # for the error, e.g. "ledger.jsonl is damaged in line 3"
 ) -> None:
     "InputError unless the row can be a run's; a value that is null counts as absent."
-    for key in ("run", *(() if row.get("error") else ("val_loss",))):
-        if row.get(key) in (None, ""): raise InputError(f"{place}: it has no {key}")
+    uses = ("row",) if row.get("error") else ("row", "result")
+    if key := _missing(row, *uses): raise InputError(f"{place}: it has no {key}")
     for key, kind in _VALUES.items():
         value = row.get(key)
         holds = is_number(value) if kind == "number" else type(value) is _TYPES[kind]
@@ -682,8 +692,7 @@ def find_row(
     found = {row["run"]: row for row in rows if run and row["run"].startswith(run) and not row.get("error")}
     if len(found) != 1: raise InputError(f"{len(found) or 'no'} runs in the ledger begin with {run!r}; give a run's id, or enough of it")
     row = found.popitem()[1]
-    for key in (*(f.name for f in fields(Arm)), "task", "corpus_sha", "checkpoint_sha", "weights_sha", "instrument", "diverged"):
-        if row.get(key) is None: raise InputError(f"the row of run {row['run']} has no {key}: it cannot be made again")
+    if key := _missing(row, "replay"): raise InputError(f"the row of run {row['run']} has no {key}: it cannot be made again")
     return row
 
 # %% ../../nbs/evidence/01_sweep.ipynb #6bdf2387

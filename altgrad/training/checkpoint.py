@@ -18,6 +18,7 @@ import re
 import sys
 import warnings
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Sequence
@@ -102,6 +103,55 @@ def _restore_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
         for key, value in saved["state"].get(i, {}).items():
             if isinstance(value, (int, float)): optimizer.state[p][key] = value
 
+# %% ../../nbs/training/01_checkpoint.ipynb #c1a0e002
+def _kind(value: Any) -> str:
+    "The type of a value; of a tensor its dtype and shape."
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+def _check_weights(model: nn.Module, saved: dict[str, Any]) -> None:
+    "ValueError unless the saved weights have the names, dtypes and shapes of the model's."
+    here = plain_state(model)
+    for name in sorted(here.keys() ^ saved.keys()): raise ValueError(f"{name} is only in the {'model' if name in here else 'checkpoint'}")
+    for name, value in here.items():
+        if _kind(saved[name]) != _kind(value): raise ValueError(f"{name} was saved as {_kind(saved[name])}, and is {_kind(value)} here")
+
+def _check_points(model: nn.Module, saved: dict[str, Any]) -> None:
+    "ValueError unless the saved points are the model's, and each remembers what a point does."
+    here = points_state(model)
+    if {k: s["precision"] for k, s in saved.items()} != {k: s["precision"] for k, s in here.items()}: raise ValueError("the state is that of other points")
+    for key, own in here.items():
+        for part in own.keys() - {"memory", "scale"}:
+            if _kind(saved[key][part]) != _kind(own[part]): raise ValueError(f"{part} of {key} was saved as {_kind(saved[key][part])}")
+        for part in own.keys() & {"memory", "scale"}:
+            if not isinstance(saved[key][part], (torch.Tensor, type(own[part]))): raise ValueError(f"{part} of {key} was saved as {_kind(saved[key][part])}")
+
+# %% ../../nbs/training/01_checkpoint.ipynb #c1a0e003
+def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    "An exception unless the optimizer takes the saved state, and each tensor in it is a number or goes with its parameter."
+    trial = copy(optimizer)
+    trial.load_state_dict(saved)
+    for p, state in trial.state.items():
+        for key, value in state.items() if isinstance(p, torch.Tensor) else ():
+            if not isinstance(value, torch.Tensor) or not value.dim(): continue
+            if value.dim() != p.dim() or any(a not in (1, b) for a, b in zip(value.shape, p.shape)):  # 1: a moment of a whole row or column
+                raise ValueError(f"{key} of a parameter of shape {list(p.shape)} was saved with shape {list(value.shape)}")
+
+def _check_random_state(state: dict[str, Any], device: torch.device) -> None:
+    "An exception unless the generators take the saved states; they are left as they were."
+    before = _random_state(device)
+    try: _restore_random_state(state, device)
+    finally: _restore_random_state(before, device)
+
+def _check_fits(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+    "An exception unless all of a state can be loaded; nothing is changed."
+    if "points" not in state: raise ValueError("another version of altgrad wrote it")
+    if type(state["step"]) is not int or not isinstance(state["extra"], dict): raise ValueError("its step or its extra values are damaged")
+    _check_formats(model, state["formats"])
+    _check_weights(model, state["model"])
+    _check_points(model, state["points"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True): _check_optimizer(optimizer, saved)
+    _check_random_state(state["random"], device)
+
 # %% ../../nbs/training/01_checkpoint.ipynb #3668ab9c
 def load_tensors(
     data: bytes,  # of torch's file format
@@ -118,16 +168,14 @@ def unpack_state(
     model: nn.Module,  # of the same shape; filled in place
     optimizers: Sequence[torch.optim.Optimizer],  # over the same parameters; filled in place
 ) -> tuple[int, dict]:  # the step, and what was saved as `extra`
-    "Puts model, optimizer, scales and random generators back; InputError if the data are damaged or do not fit."
+    "Puts model, optimizer, scales and random generators back; InputError, and nothing changed, if the data are damaged or do not fit."
     device = next(model.parameters()).device
     try:
         state = load_tensors(data, device)
-        if "points" not in state: raise ValueError("another version of altgrad wrote it")
-        if type(state["step"]) is not int or not isinstance(state["extra"], dict): raise ValueError("its step or its extra values are damaged")
-        _check_formats(model, state["formats"])
+        _check_fits(state, model, optimizers, device)
         load_plain_state(model, state["model"])
         load_points_state(model, state["points"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
             _restore_numbers(optimizer, saved)
         _restore_random_state(state["random"], device)
@@ -144,7 +192,7 @@ def load_checkpoint(
     model: nn.Module,  # of the same shape; filled in place
     optimizers: Sequence[torch.optim.Optimizer],  # over the same parameters; filled in place
 ) -> tuple[int, dict]:  # the step, and what was saved as `extra`
-    "`unpack_state` of a file; InputError if it cannot be read, is damaged or does not fit."
+    "`unpack_state` of a file; InputError, and nothing changed, if it cannot be read, is damaged or does not fit."
     try: data = Path(path).read_bytes()
     except OSError as e: raise InputError(f"checkpoint {Path(path).name} cannot be used: {e.strerror}") from None
     return unpack_state(data, Path(path).name, model, optimizers)

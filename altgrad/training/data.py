@@ -36,15 +36,10 @@ import platformdirs
 import torch
 from torch import Tensor
 
-from ..basics import InputError, unknown
+from ..basics import InputError, one_line, unknown
 
 # %% ../../nbs/training/00_data.ipynb #733444b6
 TEXT_KINDS = "UTF-8 text without NUL bytes, .jsonl or .parquet with a 'text' column"
-
-def _one_line(message: object, limit: int = 200) -> str:
-    "Somebody else's message, squeezed into one line of at most `limit` characters."
-    line = " ".join(str(message).split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
 
 def _checked(
     text: bytes | str,  # one document as it was read
@@ -153,7 +148,7 @@ def _staging(
         _sweep(root)
         yield folder
     except OSError as e:
-        raise InputError(f"cannot write to the cache folder {str(root)!r} ({e.strerror or _one_line(e)}); "
+        raise InputError(f"cannot write to the cache folder {str(root)!r} ({e.strerror or one_line(e, 200)}); "
                          "allowed: a writable folder, see ALTGRAD_CACHE") from e
     finally: shutil.rmtree(folder, ignore_errors=True)
 
@@ -216,9 +211,9 @@ def _json_rows(path: Path) -> Iterator[tuple[str, dict]]:
             where = f"{str(path)!r} line {number}"
             try: row = json.loads(line)
             except (ValueError, RecursionError) as e:
-                raise InputError(f"{where} is not JSON ({_one_line(e)}); allowed: one object with a 'text' a line") from None
+                raise InputError(f"{where} is not JSON ({one_line(e, 200)}); allowed: one object with a 'text' a line") from None
             if not isinstance(row, dict) or "text" not in row:
-                has = _one_line(", ".join(row)) if isinstance(row, dict) else f"a {type(row).__name__}"
+                has = one_line(", ".join(row), 200) if isinstance(row, dict) else f"a {type(row).__name__}"
                 raise InputError(f"{where} has no column 'text', only: {has}; allowed: one object with a 'text' a line")
             yield where, row
 
@@ -236,10 +231,10 @@ def _parquet_rows(path: Path, columns: Iterable[str] = ("text",)) -> Iterator[tu
         with pq.ParquetFile(path) as file:
             there, number = file.schema_arrow.names, 0
             if "text" not in there:
-                raise InputError(f"{str(path)!r} has no column 'text', only: {_one_line(', '.join(there))}; allowed: {TEXT_KINDS}")
+                raise InputError(f"{str(path)!r} has no column 'text', only: {one_line(', '.join(there), 200)}; allowed: {TEXT_KINDS}")
             for batch in file.iter_batches(batch_size=1000, columns=[c for c in columns if c in there]):
                 for row in batch.to_pylist(): yield f"{str(path)!r} row {(number := number + 1)}", row
-    except pa.ArrowException as e: raise InputError(f"{str(path)!r} is not a parquet file ({_one_line(e)})") from None
+    except pa.ArrowException as e: raise InputError(f"{str(path)!r} is not a parquet file ({one_line(e, 200)})") from None
 
 def _parquet(path: Path) -> Iterator[bytes]:
     "The `text` of each row."
@@ -258,7 +253,7 @@ def _packed(path: Path) -> list[tuple[str, bytes]]:
                 size += member.size
                 if size > LARGEST: raise InputError(f"{str(path)!r} holds more than {LARGEST} bytes; allowed: smaller archives")
                 found.append((member.name.removeprefix("./"), tar.extractfile(member).read()))  # type: ignore[union-attr]  # it is a file
-    except (tarfile.TarError, lzma.LZMAError, EOFError) as e: raise InputError(f"{str(path)!r} is not a whole {ARCHIVE} archive ({_one_line(e)})") from None
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as e: raise InputError(f"{str(path)!r} is not a whole {ARCHIVE} archive ({one_line(e, 200)})") from None
     if not found: raise InputError(f"the archive {str(path)!r} holds no file; allowed: archives of text")
     return sorted(found)
 
@@ -288,7 +283,7 @@ def _path(root: Path) -> Iterator[tuple[int, bytes]]:
     try:
         if root.name.endswith(ARCHIVE): yield from ((_position(key), _checked(text, key)) for key, text in _packed(root))
         else: yield from _unpacked(root)
-    except OSError as e: raise InputError(f"cannot read {str(e.filename or root)!r} ({e.strerror or _one_line(e)})") from e
+    except OSError as e: raise InputError(f"cannot read {str(e.filename or root)!r} ({e.strerror or one_line(e, 200)})") from e
 
 # %% ../../nbs/training/00_data.ipynb #f3066bc8
 def _hub_address() -> tuple[str | None, int]:
@@ -338,7 +333,7 @@ def _load_splits(
         with nullcontext() if here else _offline():
             return datasets.load_dataset(folder or "coastalcph/lex_glue", name, split=["train", "validation"])
     except Exception as e:
-        fault = _one_line(e) if here else "the Hugging Face Hub does not answer and there is no copy in its cache"
+        fault = one_line(e, 200) if here else "the Hugging Face Hub does not answer and there is no copy in its cache"
         raise InputError(f"cannot load lex_glue/{name}: {fault}; allowed: a network, or lex_glue/{name}@<folder with a local copy>") from e
 
 # %% ../../nbs/training/00_data.ipynb #960844db
@@ -346,7 +341,7 @@ def _lex_glue_rows(name: str, splits: list, columns: Iterable[str] = ("text",)) 
     "Each row with its place, those of `columns` that there are, and its split; labels by their names."
     for split, table in zip(("train", "validation"), splits):
         there, number = table.column_names, 0
-        if "text" not in there: raise InputError(f"lex_glue/{name} has no column 'text', only: {_one_line(', '.join(there))}")
+        if "text" not in there: raise InputError(f"lex_glue/{name} has no column 'text', only: {one_line(', '.join(there), 200)}")
         names = getattr(getattr(table.features.get("labels"), "feature", None), "names", None)
         for batch in table.select_columns([c for c in columns if c in there]).iter(1000):
             if names and "labels" in batch: batch["labels"] = [[names[i] for i in labels] for labels in batch["labels"]]
@@ -583,7 +578,7 @@ def _labelled(rows: Callable[[], Iterator[tuple[str, dict]]]) -> Iterator[tuple[
     for where, row in rows():
         text, labels, split = _row_text(row.get("text"), where), row.get("labels"), row.get("data_type") or row.get("split")
         if not (isinstance(labels, (list, tuple)) and all(isinstance(label, (str, int)) for label in labels)):
-            raise InputError(f"{where}: 'labels' is {_one_line(labels, 60)}; allowed: a list of names or numbers")
+            raise InputError(f"{where}: 'labels' is {one_line(labels, 60)}; allowed: a list of names or numbers")
         if split is not None and split not in SPLIT_NAMES: raise InputError(f"{where} is of split {split!r}; allowed: {', '.join(SPLIT_NAMES)}")
         position = _position(text) if split is None else SPLIT_NAMES[split]
         if text and position is not None: yield position, text, {str(label) for label in labels}

@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterable
 from ..basics import InputError, unknown, write_atomic
 from ..numbers.formats import EIGHT_BIT
 from .data import bigram_entropy, load_corpus, unigram_entropy
-from .tracking import RunFolder
+from .tracking import RunFolder, check_log
 from .trainer import TrainConfig, Trainer, load_config, make_config, perplexity
 
 # %% ../../nbs/training/05_experiment.ipynb #c3a98267
@@ -175,8 +175,9 @@ def _row(result: Comparison, arm: dict[str, Any]) -> dict[str, Any]:
 
 # %% ../../nbs/training/05_experiment.ipynb #750264c8
 def read_arm(path: Path | str) -> dict[str, Any]:
-    "One run folder as an entry of a `Comparison`."
+    "One run folder as an entry of a `Comparison`; InputError if its metrics were changed after it ended."
     folder = RunFolder(path)
+    check_log(folder)
     rows = folder.metrics()
     digits = lambda x: None if x is None else round(x, 5)
     return {"config": folder.stored_config(), "record": folder.record(), "loss": [digits(row["loss"]) for row in rows],

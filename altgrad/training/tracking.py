@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CODE', 'MIRRORS', 'json_line', 'versions', 'machine', 'git_commit', 'code_commit', 'StoredRun', 'check_place',
-           'state_of', 'heights', 'RunFolder', 'read_line', 'read_jsonl', 'MetricsLog', 'wandb_settings', 'first_line',
-           'Mirror', 'read_wandb']
+           'state_of', 'heights', 'RunFolder', 'check_log', 'read_line', 'read_jsonl', 'MetricsLog', 'wandb_settings',
+           'first_line', 'Mirror', 'read_wandb']
 
 # %% ../../nbs/training/02_tracking.ipynb #ad69ba87
 import hashlib
@@ -97,7 +97,8 @@ def _read_record(path: Path) -> dict[str, Any]:
     try: record = parse_json(read_small(path, LARGEST_RECORD))
     except ValueError: record = None
     if not isinstance(record, dict): raise InputError(f"{path} is damaged: remove it, or the folder")
-    for key, kind in {"exit_reason": str, "corpus": dict, "results": dict, "compute_dtype": str, "compile": str, "bit_histogram": list, "steps": int}.items():
+    for key, kind in {"exit_reason": str, "corpus": dict, "results": dict, "compute_dtype": str, "compile": str, "bit_histogram": list, "steps": int,
+                      "metrics_sha256": str}.items():
         if key in record and type(record[key]) is not kind: raise InputError(f"{path} is damaged: {key} is not a {kind.__name__}; remove it, or the folder")
     results = record.get("results", {})
     if any(results.get(key) is not None and not is_number(results[key]) for key in _RESULTS): raise InputError(f"{path} is damaged: results hold no numbers")
@@ -176,7 +177,9 @@ def heights(
 
 def _html(run: StoredRun) -> str:
     "A run's losses over a table of facts."
-    try: config, rows, ending = run.stored_config() or {}, run.metrics(), state_of(run)
+    try:
+        check_log(run)
+        config, rows, ending = run.stored_config() or {}, run.metrics(), state_of(run)
     except InputError as e: return html_card(run.path.name, {"no run": e})
     kinds = [str(event.get("kind")) for row in rows for event in row.get("events", ())]
     validation = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
@@ -258,6 +261,15 @@ class RunFolder(_Locked):
                 file.truncate([0, *_line_ends(self.metrics_file)][steps])
                 os.fsync(file.fileno())
         except OSError as e: raise WriteError(f"cannot write {self.metrics_file}: {e.strerror}") from None
+
+# %% ../../nbs/training/02_tracking.ipynb #c2a0e002
+def check_log(
+    run: StoredRun,
+) -> None:
+    "Raises an InputError if the metrics of a run that has ended are not those that it logged; of other runs nothing is known."
+    told = run.record().get("metrics_sha256")
+    if told is not None and told != RunFolder(run.path).log_hash():
+        raise InputError(f"{run.metrics_file} is not what the run logged (its SHA-256 is not the one in run.json); put it back, or remove the folder")
 
 # %% ../../nbs/training/02_tracking.ipynb #aff2d0d9
 def _is_here(folder: RunFolder, config: dict) -> bool:
@@ -343,6 +355,7 @@ def _open_wandb(mirror: "Mirror") -> Any:
     "wandb's run: online if it is asked for and possible, else offline."
     import wandb
 
+    os.environ.setdefault("WANDB_HTTP_TIMEOUT", "4")  # seconds for the key's check; twice 10 by itself, and a short run would wait for it at its end
     folder, settings = mirror.folder, wandb_settings()
     facts = dict(project="altgrad", id=_id_of(folder), name=folder.path.name, group=folder.path.absolute().parent.name, dir=folder.path, resume="allow",
                  config=folder.stored_config(), settings=settings)

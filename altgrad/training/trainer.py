@@ -48,7 +48,7 @@ from altgrad.training.checkpoint import (
 )
 from .data import Corpus, LabelledCorpus, load_corpus, load_labelled
 from altgrad.training.tracking import (
-    MIRRORS, MetricsLog, Mirror, RunFolder, first_line, git_commit, machine, versions,
+    MIRRORS, MetricsLog, Mirror, RunFolder, check_log, first_line, git_commit, machine, versions,
 )
 
 # %% ../../nbs/training/04_trainer.ipynb #bcd7259e
@@ -432,7 +432,8 @@ def _finish(trainer: Trainer, start: int, reason: str) -> dict[str, Any]:
     "Writes the record of a run that has ended, and returns it."
     results = _results(trainer)
     if reason == "finished": reason += _blemish(results)
-    _write_record(trainer, reason, continued_from_step=start, results=results, bit_histogram=bit_histogram(trainer.model), **trainer.watch.facts())
+    _write_record(trainer, reason, continued_from_step=start, results=results, bit_histogram=bit_histogram(trainer.model),
+                  metrics_sha256=trainer.folder.log_hash(), **trainer.watch.facts())
     return trainer.folder.record()
 
 def _finished(trainer: Trainer) -> dict[str, Any] | None:
@@ -717,13 +718,14 @@ def _keep(trainer: Trainer, row: dict[str, Any]) -> None:
 
 # %% ../../nbs/training/04_trainer.ipynb #17e047d3
 def _check_record(trainer: Trainer) -> None:
-    "InputError if the run in the folder used another text or another compute dtype, or was compiled and this one is not."
+    "InputError if the run in the folder used another text or another compute dtype, or was compiled and this one is not, or if its metrics were changed."
     record, path = trainer.folder.record(), trainer.folder.path
     here = {"corpus hash": trainer.corpus.hash, "compute dtype": _plain(trainer.dtype), "compile": _ON[trainer.compiled]}
     there = {"corpus hash": record.get("corpus", {}).get("hash"), "compute dtype": record.get("compute_dtype"), "compile": record.get("compile", "off")}
     for fact in here if record else ():
         if here[fact] != there[fact]:
             raise InputError(f"{path} holds a run with {fact} {there[fact]}, not {here[fact]}; choose another --out or name, or remove that folder")
+    if trainer.folder.whole_steps() >= record.get("steps", 0): check_log(trainer.folder)  # with fewer, the run goes on from there
 
 def _build(trainer: Trainer) -> None:
     "The model, the optimizer and the counters of a run that has not begun."

@@ -15,7 +15,7 @@ from typing import Any, Mapping, NamedTuple
 
 from ..basics import COLORS, InputError
 from ..watching.thresholds import Alarms
-from ..training.tracking import StoredRun, state_of
+from ..training.tracking import StoredRun, check_log, state_of
 from .watch import LIMITS, Tail, limits_of, parse_metric, rows_of
 
 # %% ../../nbs/views/02_autopsy.ipynb #fcdcdac1
@@ -180,13 +180,14 @@ def autopsy(
     run_dir: Path | str,  # a run's folder
     against: Path | str | None = None,  # a healthy run; None takes the bfloat16 run beside it that has the same text and steps, if there is one
 ) -> Autopsy:
-    "Examines a run; InputError where there is none, or no step was made."
+    "Examines a run; InputError where there is none, no step was made, or its metrics or its twin's were changed."
     run = StoredRun(run_dir)
     config, rows = run.stored_config(), rows_of(run)
     if config is None: raise InputError(f"{run.path} is not a run folder")
     if not rows: raise InputError(f"{run.path} has no step to examine; {state_of(run)}")
     twin = StoredRun(against) if against else _find_twin(run)
     if against and twin and not twin.metrics_file.is_file(): raise InputError(f"{twin.path} holds no metrics to compare with")
+    if twin: check_log(twin)
     losses = {r["step"]: v for r in Tail(twin.metrics_file).read() if (v := r.get("loss")) is not None} if twin else {}
     left = out_of_range(rows, limits_of(config))
     causes = sorted([*left, *_events(rows, {(f.what, f.layer) for f in left})], key=lambda f: f.step)
@@ -208,12 +209,19 @@ def _chain(a: Autopsy) -> list[str]:
               + (f" and, by step {fs[-1].step}, {len(fs) - 1} more" if len(fs) > 1 else "") + _lead(fs[0], shown)) for fs in groups.values()]
     return [text for _, text in sorted([*lines, *((f.step, f"step {f.step}: {f.text}") for f in a.symptoms)])]
 
+def _lost_series(run: StoredRun, config: dict[str, Any]) -> list[str]:
+    "A line if what monitors measured of each layer was written and is gone: monitors write before each checkpoint."
+    written = config.get("monitor_every") is not None and bool(run.record().get("monitors") or run.checkpoints.entries())
+    if not written or (run.series_folder / "parts.json").is_file() or any(run.series_folder.glob("*.parquet")): return []
+    return [f"{run.series_folder} is gone: what was measured layer by layer is not examined"]
+
 def _report(a: Autopsy) -> list[str]:
     "The lines of an autopsy."
     config, record = a.run.stored_config() or {}, a.run.record()
     facts = " ".join(str(config[k]) for k in ("format", "storage", "rule") if config.get(k))
     lines = [f"{config.get('name', a.run.path.name)} ({facts}): {state_of(a.run)}; {a.rows[-1]['step']} of {config.get('max_steps', '?')} steps"]
     if a.twin_name: lines.append(f"compared with {a.twin_name}")
+    lines += _lost_series(a.run, config)
     lines += [f"  {line}" for line in _chain(a)] or ["  nothing left its range, and the loss shows no illness"]
     if a.causes and not a.symptoms: lines.append("  the loss shows no illness")
     kept = [e["file"] for e in a.run.checkpoints.entries() if e["anomaly"]]

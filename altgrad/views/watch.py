@@ -23,7 +23,7 @@ from rich.text import Text
 from ..basics import COLORS, InputError
 from ..watching.monitors import read_histograms, read_series
 from ..watching.thresholds import Thresholds
-from ..training.tracking import StoredRun, heights, read_line, state_of
+from ..training.tracking import StoredRun, check_log, heights, read_line, state_of
 from ..evidence.sweep import FLAGS, Ledger, flags
 
 # %% ../../nbs/views/01_watch.ipynb #09d03537
@@ -81,7 +81,8 @@ class Tail:
 def rows_of(
     run: StoredRun,
 ) -> list[dict[str, Any]]:
-    "All rows of a run, each with what was measured in its step layer by layer."
+    "All rows of a run, each with what was measured in its step layer by layer; InputError if one was changed after the run had ended."
+    check_log(run)
     rows = [dict(row) for row in Tail(run.metrics_file).read()]
     by_step = {row["step"]: row for row in rows}
     for path, (steps, values) in read_series(run.series_folder).items():

@@ -1,6 +1,8 @@
 """The mirror to W&B: what it finds in a run's folder, and what is read of it."""
 import json
 import os
+import signal
+import socket
 from functools import partial
 from typing import Any, Iterator
 
@@ -94,6 +96,57 @@ def _obstacle(kind: str, mode: str, place: Place) -> None:
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
+KEY = "a" * 40
+ONLINE = {  # environment, and how the one warning begins
+    "no key": ({}, "there is no key"),
+    "a short key": ({"WANDB_API_KEY": "x"}, "WANDB_API_KEY invalid"),
+    "a host that is closed": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "Failed to authenticate with http://127.0.0.1:9"),
+    "a host that never answers": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:{port}"}, "Failed to authenticate with http://127.0.0.1"),
+    "a host that is none": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "nonsense"}, "1 validation error for Settings"),
+    "a project that cannot be": ({"WANDB_API_KEY": KEY, "WANDB_PROJECT": "a/b:#?%", "WANDB_BASE_URL": "http://127.0.0.1:9"}, "Invalid project name"),
+    "a folder that is a file": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "the mirror has stopped"),
+    "a folder that is a link to nothing": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "the mirror has stopped"),
+}
+
+
+def _train_online(place: Place, environment: dict[str, str]) -> tuple[int, str]:
+    "Exit code and error stream of a run in a process of its own, for wandb reads its environment once; a hang is ended with it by the case's limit."
+    pid, code = os.fork(), 1
+    if pid == 0:
+        try:
+            for name in [name for name in os.environ if name.startswith("WANDB_")]: del os.environ[name]
+            os.environ |= {"HOME": str(place.folder), **environment}
+            argv = ("train", "e4m3_fp8", *settings(place.base, max_steps=2), "--out", place.folder / "out", "--wandb", "online")
+            (place.folder / "said").write_text(json.dumps(told(*argv)))
+            code = 0
+        finally: os._exit(code)
+    try: code = os.waitpid(pid, 0)[1]
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    assert code == 0, "the process died"
+    code, _, err = json.loads((place.folder / "said").read_text())
+    return code, err
+
+
+def _online(kind: str, place: Place) -> None:
+    "The run is whole whatever W&B says: one line, and not the one that says that its time was up."
+    environment, words = ONLINE[kind]
+    folder = place.folder / "out/r"
+    if "folder" in kind:
+        assert told("train", "e4m3_fp8", *settings(place.base, max_steps=2), "--out", place.folder / "out", "--wandb", "off")[0] == 0
+        record = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps({**record, "exit_reason": "running"}))
+        if kind == "a folder that is a file": (folder / "wandb").write_text("x")
+        else: (folder / "wandb").symlink_to("nowhere")
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # it takes connections, and says nothing
+        code, err = _train_online(place, {key: value.format(port=deaf.getsockname()[1]) for key, value in environment.items()})
+    assert code == 0 and "Traceback" not in err, err[-300:]
+    said = [line for line in err.splitlines() if line.startswith("wandb")]
+    assert len(said) == 1 and said[0].startswith(f"wandb: {words}") and len(said[0]) <= 300, err[-600:]
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
 def _project(name: str, place: Place) -> None:
     "A project that cannot be one is refused before the network is asked."
     os.environ["WANDB_MODE"], os.environ["WANDB_API_KEY"] = "offline", ""
@@ -112,5 +165,6 @@ def cases(rng) -> Iterator[Case]:
     for kind in ("a file", "a link to nothing", "a link to itself", "an id that is a folder", "an id that is empty", "an id that is not UTF-8",
         "an id with a path", "an id of 1 MB", "an id that is a link to nothing", "a part that is rubbish"):
         yield Case("mirrors", f"{kind}, off", partial(_obstacle, kind, "off"))
+    for kind in ONLINE: yield Case("mirrors", f"online: {kind}", partial(_online, kind))
     for name in ("", "x", "a/b/c", "/", "a/", "/b"): yield Case("mirrors", f"workspace {name!r}", partial(_project, name))
     for name in ("none", "", "/dev/zero", "\x1b[2J"): yield Case("mirrors", f"workspace --ledger {name!r}", partial(_ledger, name))

@@ -208,7 +208,8 @@ def cases(rng) -> Iterator[Case]:
     yield Case("runs", "a checkpoint that is a pickle", _evil)
     for number in (0, 2, 5):
         for name, line in {"text": b"hello\n", "a list": b"[]\n", "no step": b"{}\n", "another step": b'{"step": 99}\n', "NUL": b"\0" * 9 + b"\n",
-            "not UTF-8": b'{"step": "\xff"}\n', "deep": b"[" * 100_000 + b"\n", "nothing": b"", "empty": b"\n"}.items():
+            "not UTF-8": b'{"step": "\xff"}\n', "deep": b"[" * 100_000 + b"\n", "nothing": b"", "empty": b"\n",
+            "another loss": b'{"step": %d, "loss": 0.5}\n' % (number + 1)}.items():
             yield Case("runs", f"metrics: line {number + 1} is {name}", partial(_line, number, line))
     for how in ("goes on", "used again", "watched", "examined", "another config"): yield Case("runs", how, partial(_control, how), right=True)
 
