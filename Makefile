@@ -79,6 +79,7 @@ readme: $(INSTALLED) ## write README.md from nbs/index.ipynb
 docs: quarto $(INSTALLED) ## build the web site in _docs (needs Quarto)
 	@touch README.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/nbdev_docs
+	$(BIN)/python .ci/offline.py _docs
 
 quarto:
 	@command -v quarto >/dev/null || { echo "make docs needs Quarto: https://quarto.org/docs/get-started" >&2; exit 2; }

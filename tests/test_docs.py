@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,7 @@ def test_configuration_reaches_the_site(site):
     pages, _ = site
     assert (pages / "_quarto.yml").read_text() == (ROOT / "_quarto.yml").read_text()
     assert "output-dir: _docs" in (pages / "nbdev.yml").read_text()
+    assert all((pages / name).is_file() for name in ("styles.css", "site.scss"))
 
 
 def test_menus_name_only_notebooks_that_exist():
@@ -131,3 +133,36 @@ def test_maths_needs_nothing_from_the_web():
 def test_maths_is_in_the_latex_that_becomes_mathml(name):
     # pandoc does not know the old font switches
     assert [cell["source"] for cell in cells(name, "markdown") if re.search(r"\\(rm|bf|it)\b", cell["source"])] == []
+
+
+OFFLINE = runpy.run_path(str(ROOT / ".ci/offline.py"))
+WIDGETS = """<head>
+<script src="https://cdnjs.cloudflare.com/ajax/libs/require.js/2.3.6/require.min.js" integrity="sha512-x" crossorigin="anonymous"></script>
+<script src="https://cdnjs.cloudflare.com/ajax/libs/jquery/3.5.1/jquery.min.js" integrity="sha512-y" data-relocate-top="true"></script>
+<script type="application/javascript">define('jquery', [],function() {return window.jQuery;})</script>
+<script src="site_libs/quarto-nav/quarto-nav.js"></script>
+</head>
+"""
+
+
+def test_what_quarto_adds_for_widgets_is_removed_and_nothing_else():
+    assert OFFLINE["without_widgets"](WIDGETS).split() == ["<head>", "<script", 'src="site_libs/quarto-nav/quarto-nav.js"></script>', "</head>"]
+
+
+@pytest.mark.parametrize("text, asks", [
+    ('<script src="https://unpkg.com/a.js"></script>', True),
+    ('<link href="//fonts.googleapis.com/css" rel="stylesheet">', True),
+    ("@import url(https://fonts.googleapis.com/css2?family=Lato);", True),
+    ("@font-face { src: url('https://fonts.gstatic.com/a.woff2') }", True),
+    ('<a href="https://github.com/altgrad/altgrad">source</a>', False),
+    ('<link rel="canonical" href="https://altgrad.github.io/altgrad/">', False),
+    ('<img src="images/the_answer.png">', False),
+])
+def test_a_page_that_asks_elsewhere_is_found(text, asks, tmp_path, capsys):
+    (tmp_path / "page.html").write_text(text)
+    assert OFFLINE["main"](tmp_path) == asks and ("page.html asks for" in capsys.readouterr().err) == asks
+
+
+def test_the_themes_ask_for_no_font():
+    theme = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["format"]["html"]["theme"]
+    assert all(names[-1] == "site.scss" for names in theme.values()) and "$web-font-path: false" in (ROOT / "nbs/site.scss").read_text()
