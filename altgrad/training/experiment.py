@@ -19,7 +19,8 @@ from ..basics import InputError, unknown, write_atomic
 from ..numbers.formats import EIGHT_BIT
 from .data import bigram_entropy, load_corpus, unigram_entropy
 from .tracking import RunFolder
-from .trainer import TrainConfig, Trainer, load_config, make_config, perplexity
+from .config import TrainConfig, load_config, make_config
+from .trainer import Trainer, perplexity
 
 # %% ../../nbs/training/05_experiment.ipynb #c3a98267
 def packaged_configs() -> dict[str, TrainConfig]:
