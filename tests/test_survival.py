@@ -190,8 +190,13 @@ def whole(data, tmp_path_factory):
 # killed
 
 
-@pytest.mark.parametrize("wound", [("line", 1), ("line", 5), ("file", 1), ("file", 3), ("call", "evaluate", 1), ("call", "evaluate", 3), ("call", "Learner.update", 8),
-                                   ("call", "RunRecord.write", 1), ("call", "RunRecord.write", 2), ("call", "run_results", 1)], ids=str)
+WOUNDED = [
+    ("line", 1), ("line", 5), ("file", 1), ("file", 3), ("call", "evaluate", 1), ("call", "evaluate", 3), ("call", "Learner.update", 8),
+    ("call", "RunRecord.write", 1), ("call", "RunRecord.write", 2), ("call", "run_results", 1),
+]
+
+
+@pytest.mark.parametrize("wound", WOUNDED, ids=str)
 def test_killed_in_a_write_an_evaluation_or_an_update(data, tmp_path, whole, wound):
     config = {**SMALL, "name": "cut"}
     assert live(config, tmp_path, data, wound=wound) == -signal.SIGKILL
