@@ -577,7 +577,7 @@ def rewind_watch(
     watch.evaluations = first(_evaluations, watch.folder)
     if watch.series: watch.series.keep(step)
 
-# %% ../../nbs/training/04_trainer.ipynb #370975d7
+# %% ../../nbs/training/04_trainer.ipynb #e6e55cf4
 PATIENCE = 10.0  # seconds between lines of progress, where nothing else is said
 
 class RunProgress:
@@ -612,6 +612,7 @@ def duration(
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
+# %% ../../nbs/training/04_trainer.ipynb #4bd9ee8f
 @contextmanager
 def recording(
     trainer: Trainer,
@@ -631,10 +632,11 @@ def recording(
             trainer.checkpoints.keep(row, log)
         yield record
 
-# %% ../../nbs/training/04_trainer.ipynb #d0fa583a
+# %% ../../nbs/training/04_trainer.ipynb #079efdb6
 ANOMALIES = ("nonfinite", "divergence")  # kinds of events that leave a checkpoint
 _BATCHES = 4  # steps whose batches the checkpoint of an anomaly holds
 
+# %% ../../nbs/training/04_trainer.ipynb #33c6f8ed
 class Checkpointer:
     "Writes a run's checkpoints when they are due, and takes up the newest one that can be used."
     def __init__(self, trainer: Trainer): self.trainer, self.folder = trainer, trainer.folder
