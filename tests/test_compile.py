@@ -8,7 +8,8 @@ from altgrad.numbers.formats import EIGHT_BIT
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.model.gpt import PRESETS, GPTConfig
 from altgrad.training.data import load_corpus
-from altgrad.training.trainer import Trainer, make_config
+from altgrad.training.config import make_config
+from altgrad.training.trainer import Trainer
 from old import OLD_TORCH
 
 SMALL = dict(format="E4M3", model="nano", max_steps=3, batch_size=2, block_size=16, eval_windows=2, warmup_steps=1, compute_dtype="float32", device="cpu")

@@ -27,7 +27,7 @@ from altgrad.geometry.optim import StiffnessAdamW
 from altgrad.geometry.spacing import code_coordinate, stiffness
 from altgrad.geometry.storage import STORAGES, make_grid_tensor, store_on_grid
 from altgrad.model.surgery import quantize_model, quantized_weights
-from altgrad.training.trainer import make_config
+from altgrad.training.config import make_config
 
 def by_torch(x, scale=1.0): return (x / scale * 4).to(torch.float8_e4m3fn).float() / 4 * scale
 
@@ -134,10 +134,11 @@ def test_the_update_rule_of_the_page_moves_every_weight_by_one_code():
 
 
 def test_a_config_may_name_the_rule_of_the_page(tmp_path, monkeypatch):
-    from altgrad.training.trainer import RULES, Trainer, make_config
+    from altgrad.training.config import RULES, make_config
+    from altgrad.training.trainer import Trainer
 
     SignSGD, line = the_rule_of_the_page()
-    monkeypatch.setattr(sys.modules["altgrad.training.trainer"], "RULES", {**RULES, **line})
+    monkeypatch.setattr(sys.modules["altgrad.training.config"], "RULES", {**RULES, **line})
     (tmp_path / "text.txt").write_text("one line is enough\n" * 400)
     monkeypatch.setenv("ALTGRAD_CACHE", str(tmp_path / "cache"))
     settings = dict(name="mine", rule="sign_sgd", rule_lr=1.0, format="E4M3", storage="grid_nearest", data=f"path:{tmp_path}/text.txt", max_steps=2,

@@ -24,16 +24,16 @@ import atexit, os, signal, sys
 import altgrad.model.parallel as P
 import altgrad.training.trainer as T
 from altgrad.cli import main
-join, update, group = P.join, T._update, set()
+join, update, group = P.join, T.Learner.update, set()
 threads = lambda: set(os.listdir("/proc/self/task"))
 def joined():
     before = threads()
     join()
     group.update(threads() - before)
-def wounded(trainer, step):
+def wounded(learner, step, *rest):
     if os.environ.get("DIES") == f"{os.environ.get('RANK')} at {step}": os.kill(os.getpid(), signal.SIGKILL)
-    return update(trainer, step)
-T._update = wounded
+    return update(learner, step, *rest)
+T.Learner.update = wounded
 if os.path.isdir("/proc/self/task"):
     P.join = joined
     atexit.register(lambda: print("threads of the group:", bool(group), "at first,", len(group & threads()), "at the end", flush=True))  # after it left
@@ -156,7 +156,8 @@ from altgrad.basics import InputError
 from altgrad.model.parallel import ProcessLost, first, join, part, rank, total, world
 from altgrad.model.surgery import POINTS, QuantizedLinear
 from altgrad.watching.monitors import Parcel, PointCounts
-from altgrad.training.trainer import Trainer, make_config
+from altgrad.training.config import make_config
+from altgrad.training.trainer import Trainer
 
 threads = lambda: set(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else set()
 before = threads()

@@ -15,7 +15,7 @@ MODULES = sorted(m.name.removeprefix("altgrad.") for m in pkgutil.walk_packages(
 SLOW = (*OPTIONAL, "torch._dynamo", "torch._inductor", "pandas", "pyarrow", "scipy", "IPython", "rich.markdown")
 
 
-@pytest.mark.parametrize("module", ["altgrad", "altgrad.training.trainer", "altgrad.training.experiment"])
+@pytest.mark.parametrize("module", ["altgrad", "altgrad.training.config", "altgrad.training.trainer", "altgrad.training.experiment"])
 def test_importing_loads_nothing_slow_beside_torch(module):
     code = f"import sys, torch; before = set(sys.modules); import {module}; print(*(set({SLOW!r}) & (set(sys.modules) - before)))"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split() == []
@@ -33,7 +33,8 @@ def test_a_model_trains_without_the_optional_packages(tmp_path):
     block = f"import sys\nfor name in {OPTIONAL!r}: sys.modules[name] = None\n"
     code = block + f"""
 from altgrad.training.data import load_corpus
-from altgrad.training.trainer import Trainer, make_config
+from altgrad.training.config import make_config
+from altgrad.training.trainer import Trainer
 corpus = load_corpus("stdlib", cache={str(tmp_path / 'cache')!r})
 config = make_config(dict(format="E5M2", max_steps=2, batch_size=2, block_size=16, eval_windows=2))
 print(Trainer(config, {str(tmp_path / 'runs')!r}, corpus).run(progress=False)["exit_reason"])

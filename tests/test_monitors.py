@@ -136,7 +136,8 @@ def test_nothing_in_a_step_waits_for_the_device():
 
 def test_a_run_is_watched_from_config_to_files(tmp_path):
     from altgrad.training.data import load_corpus
-    from altgrad.training.trainer import Trainer, make_config
+    from altgrad.training.config import make_config
+    from altgrad.training.trainer import Trainer
     corpus = load_corpus("stdlib", cache=tmp_path / "cache")
     config = make_config(dict(format="E4M3", activation="E4M3", gradient="E5M2 stochastic", monitor_every=2, shadow_every=4, max_steps=6, batch_size=2,
                               block_size=16, eval_windows=2, eval_every=3, checkpoint_every=3))

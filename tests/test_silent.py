@@ -15,7 +15,7 @@ from altgrad.basics import InputError
 from altgrad.geometry import storage
 from altgrad.geometry.optim import GeometryOptimizer
 from altgrad.geometry.storage import make_grid_tensor
-from altgrad.training import trainer
+from altgrad.training import config, trainer
 from altgrad.evidence import instrument, replicas, stability
 from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, make_rule, run_arm
 from altgrad.evidence.replicas import kind_of, run_arms
@@ -55,13 +55,13 @@ def odd(**values) -> Arm:
 def test_a_rule_without_a_branch_is_refused_everywhere(monkeypatch, capsys):
     with pytest.raises(InputError, match="unknown rule 'lion'"): make_rule(odd(rule="lion"), [torch.nn.Parameter(torch.ones(3))], TASK)
     with pytest.raises(InputError, match="lion"): kind_of(odd(rule="lion"))
-    with pytest.raises(InputError, match="unknown rule 'lion'"): trainer.make_config({"rule": "lion"})
+    with pytest.raises(InputError, match="unknown rule 'lion'"): config.make_config({"rule": "lion"})
     assert main(["max-lr", "E4M3", "--rule", "lion", "--out", "nowhere", "--guess", "1"]) == 2 and "lion" in capsys.readouterr().err
 
 
 def test_the_tables_of_rules_agree():
     assert list(stability.GUESSES) == list(instrument.RULES)
-    assert set(instrument.RULES) <= set(trainer.RULES)
+    assert set(instrument.RULES) <= set(config.RULES)
     for name in instrument.RULES: assert kind_of(Arm(rule=name))[0] in replicas.KINDS
 
 
@@ -171,7 +171,7 @@ def small(here: Path, **values):
     "A run of a few steps on the text."
     settings = dict(name="run", data=f"path:{here / 'text.txt'}", format="E4M3", max_steps=4, batch_size=2, block_size=16, eval_every=2, eval_windows=2,
                     warmup_steps=0, device="cpu", compute_dtype="float32")
-    return trainer.make_config({**settings, **values})
+    return config.make_config({**settings, **values})
 
 
 @pytest.mark.parametrize("every, steps, ends, skipped, in_part", [
@@ -179,7 +179,7 @@ def small(here: Path, **values):
     (2, 4, "finished, with 4 updates not finite in part", 0, 4),
     (1, 30, "stopped at step 10: the new weights not finite", 10, 0)])
 def test_updates_that_a_grid_cannot_hold_are_told(here, tmp_path, monkeypatch, every, steps, ends, skipped, in_part):
-    monkeypatch.setitem(trainer.RULES, "lost", lambda p, c, lr, decay: Lost(p, c.format, every))
+    monkeypatch.setitem(config.RULES, "lost", lambda p, c, lr, decay: Lost(p, c.format, every))
     monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
     run = trainer.Trainer(small(here, rule="lost", storage="grid_nearest", max_steps=steps), tmp_path)
     record = run.run(progress=False)

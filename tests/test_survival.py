@@ -85,9 +85,11 @@ def half_a_file(nth: int) -> None:
 
 
 def in_a_call(name: str, nth: int) -> None:
-    "Dies in a function of the trainer."
+    "Dies in a function of the trainer's module, or in a method as `Learner.update`."
     from altgrad.training import trainer
-    whole, count = getattr(trainer, name), 0
+    owner, _, last = name.rpartition(".")
+    place = getattr(trainer, owner) if owner else trainer
+    whole, count = getattr(place, last), 0
 
     def call(*args, **kwargs):
         nonlocal count
@@ -95,7 +97,7 @@ def in_a_call(name: str, nth: int) -> None:
         if count == nth: die()
         return whole(*args, **kwargs)
 
-    setattr(trainer, name, call)
+    setattr(place, last, call)
 
 
 WOUNDS = {"files": before_an_operation, "line": half_a_line, "file": half_a_file, "call": in_a_call}
@@ -104,7 +106,8 @@ WOUNDS = {"files": before_an_operation, "line": half_a_line, "file": half_a_file
 def life(config: dict, out: str, data: str, wound: tuple | None = None, limit: int | None = None, mirror: str = "off", said: str | None = None) -> None:
     "One process of a run: its exit code is 0, or 1 with one line in the file `said`."
     from altgrad.training.data import load_corpus
-    from altgrad.training.trainer import Trainer, make_config
+    from altgrad.training.config import make_config
+    from altgrad.training.trainer import Trainer
 
     torch.set_num_threads(1)
     corpus = load_corpus(f"path:{data}/text.txt", cache=f"{data}/cache")
@@ -187,8 +190,13 @@ def whole(data, tmp_path_factory):
 # killed
 
 
-@pytest.mark.parametrize("wound", [("line", 1), ("line", 5), ("file", 1), ("file", 3), ("call", "evaluate", 1), ("call", "evaluate", 3), ("call", "_update", 8),
-                                   ("call", "_write_record", 1), ("call", "_write_record", 2), ("call", "_results", 1)], ids=str)
+WOUNDED = [
+    ("line", 1), ("line", 5), ("file", 1), ("file", 3), ("call", "evaluate", 1), ("call", "evaluate", 3), ("call", "Learner.update", 8),
+    ("call", "RunRecord.write", 1), ("call", "RunRecord.write", 2), ("call", "run_results", 1),
+]
+
+
+@pytest.mark.parametrize("wound", WOUNDED, ids=str)
 def test_killed_in_a_write_an_evaluation_or_an_update(data, tmp_path, whole, wound):
     config = {**SMALL, "name": "cut"}
     assert live(config, tmp_path, data, wound=wound) == -signal.SIGKILL
@@ -240,7 +248,7 @@ def test_killed_at_random_moments(data, tmp_path, whole, seed):
 def test_every_format_with_stochastic_rounding(data, tmp_path, whole, number, name):
     arm = dict(format=name, storage="grid_stochastic", rule=("adamw", "grid_sgd", "stiffness_adamw", "riemannian_adamw")[number % 4])
     config = {**SMALL, **arm, "name": "cut"}
-    wound = [("line", 8), ("file", 2), ("call", "evaluate", 2), ("call", "_update", 5)][number // 2]
+    wound = [("line", 8), ("file", 2), ("call", "evaluate", 2), ("call", "Learner.update", 5)][number // 2]
     assert live(config, tmp_path, data, wound=wound) == -signal.SIGKILL
     assert live(config, tmp_path, data) == 0
     assert_same(tmp_path / "cut", whole(**arm))
@@ -261,7 +269,7 @@ def test_the_loader_has_no_worker_to_lose():
 def test_a_disk_that_fills_up_takes_nothing_away(data, tmp_path, whole, limit, what):
     "A limit on the size of files stands in for the disk: for a checkpoint it is too small at once, for the log after some rows."
     config, said = {**SMALL, "name": "cut"}, tmp_path / "said"
-    assert live(config, tmp_path, data, wound=("call", "_update", 5)) == -signal.SIGKILL
+    assert live(config, tmp_path, data, wound=("call", "Learner.update", 5)) == -signal.SIGKILL
     run = RunFolder(tmp_path / "cut")
     before = run.checkpoints.entries()
     assert [e["step"] for e in before] == [3, 4]
@@ -320,14 +328,14 @@ import os, signal, sys
 import altgrad.training.trainer as T
 from altgrad.model.parallel import ProcessLost
 from altgrad.cli import main
-update, commit, failed = T._update, T.git_commit, []
-def fails(trainer, step):
+update, commit, failed = T.Learner.update, T.git_commit, []
+def fails(learner, step, *rest):
     if step == 3: failed.append(step); raise ProcessLost("no answer")
-    return update(trainer, step)
+    return update(learner, step, *rest)
 def interrupted():
     if failed and failed.pop(): os.kill(os.getpid(), signal.SIGTERM)
     return commit()
-T._update, T.git_commit = fails, interrupted
+T.Learner.update, T.git_commit = fails, interrupted
 sys.exit(main())
 """
 
@@ -347,7 +355,7 @@ class Evil:
 
 
 def test_a_checkpoint_never_runs_code(data, tmp_path):
-    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "_update", 5)) == -signal.SIGKILL
+    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 5)) == -signal.SIGKILL
     run, proof = RunFolder(tmp_path / "cut"), tmp_path / "ran"
     entry, _ = run.checkpoints.newest()
     torch.save({"step": 4, "extra": Evil(proof)}, run.checkpoints.folder / entry["file"])
@@ -360,7 +368,7 @@ def test_a_checkpoint_never_runs_code(data, tmp_path):
 
 
 def test_damage_is_named_and_survived(data, tmp_path, whole):
-    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "_update", 8)) == -signal.SIGKILL
+    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 8)) == -signal.SIGKILL
     run = RunFolder(tmp_path / "cut")
     newest = run.checkpoints.folder / run.checkpoints.entries()[-1]["file"]
     content = newest.read_bytes()
@@ -388,7 +396,7 @@ def cut_series(data, tmp_path_factory):
     "A monitored run that was killed after its seventh step, and the series of one that was left alone."
     out = tmp_path_factory.mktemp("series")
     assert live({**SMALL, **MONITORED, "name": "whole"}, out, data) == 0
-    assert live({**SMALL, **MONITORED, "name": "cut"}, out, data, wound=("call", "_update", 8)) == -signal.SIGKILL
+    assert live({**SMALL, **MONITORED, "name": "cut"}, out, data, wound=("call", "Learner.update", 8)) == -signal.SIGKILL
     return out
 
 
@@ -411,7 +419,7 @@ def test_damaged_series_are_measured_again(data, tmp_path, cut_series, damage):
 
 
 def test_a_manifest_cannot_name_a_file_outside(data, tmp_path):
-    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "_update", 8)) == -signal.SIGKILL
+    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 8)) == -signal.SIGKILL
     run, victim = RunFolder(tmp_path / "cut"), tmp_path / "victim.pt"
     victim.write_text("mine")
     entries = run.checkpoints.entries()
@@ -472,7 +480,7 @@ def test_watch_follows_a_run_to_its_end(data, tmp_path):
 
 def test_watch_and_autopsy_of_a_killed_run(data, tmp_path, capsys):
     from altgrad.cli import main
-    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "_update", 8)) == -signal.SIGKILL
+    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 8)) == -signal.SIGKILL
     assert main(["watch", str(tmp_path / "cut"), "--once"]) == 0
     assert "killed (its record says running" in capsys.readouterr().out
     assert main(["autopsy", str(tmp_path / "cut")]) == 0

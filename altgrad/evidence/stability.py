@@ -145,7 +145,7 @@ def plot_max_lr(
             if tuned: ax.plot(*zip(*tuned), "o", mfc="none", color="0.5", ms=7, lw=0)
         nowhere = [EIGHT_BIT.index(r["format"]) for r in found if (r["rule"], r["power"]) == (rule, power) and r["done"] and r["stable"] is None]
         if nowhere: ax.plot(nowhere, len(nowhere) * [0.03], "x", color="C3", transform=ax.get_xaxis_transform(), clip_on=False)
-        ax.set(yscale="log", title=f"{rule}" + f", power {power:g}" * (rule == "stiffness_adamw"))
+        ax.set(yscale="log", title=f"{rule}, power {power:g}" if rule == "stiffness_adamw" else str(rule))
         ax.set_xticks(range(len(EIGHT_BIT)), EIGHT_BIT, rotation=60, fontsize=8), ax.grid(axis="y", alpha=0.3)
     axes[0, 0].set_ylabel("largest stable learning rate")
     axes[0, 0].legend(frameon=False, fontsize=8)

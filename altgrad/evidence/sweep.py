@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['AXES', 'MOST_ARMS', 'MOST_RUNS', 'MOST_RATES', 'Losses', 'FLAGS', 'TOLERANCE', 'Matrix', 'read_matrix', 'Job', 'Loss',
            'Tuning', 'loss_of_row', 'rate', 'tuning', 'wider_powers', 'Plan', 'plan', 'check_row', 'check_rows',
-           'Ledger', 'best_arms', 'Workers', 'protocol_commit', 'Sweep', 'estimate', 'describe', 'compact', 'read_rows',
-           'flags', 'beside', 'find_row', 'replay']
+           'Ledger', 'best_arms', 'counted', 'Workers', 'protocol_commit', 'Sweep', 'estimate', 'describe', 'compact',
+           'read_rows', 'flags', 'beside', 'find_row', 'replay']
 
 # %% ../../nbs/evidence/01_sweep.ipynb #77055950
 import copy
@@ -355,18 +355,33 @@ def best_arms(
     good = {row["run"]: row for row in rows if not row.get("error") and row.get("val_loss") is not None}.values()
     confirmed = [row for row in good if row.get("stage") == "confirm"]
     groups: dict[str, list[float]] = {}
-    for row in confirmed or good:
-        power = f" p={row['power']:g}" if row.get("rule") == "stiffness_adamw" and row.get("power") is not None else ""
-        power += " on the gradient" * (row.get("placement") == "gradient") + (f" R={row['floor_octaves']:g}" if row.get("floor_octaves") is not None else "")
-        lr = f" lr={row['lr']:g}" if not confirmed and row.get("lr") else ""
-        groups.setdefault(" ".join(str(row.get(key, "-")) for key in ("format", "storage", "rule")) + power + lr, []).append(row["val_loss"])
+    for row in confirmed or good: groups.setdefault(_arm_text(row, rate=not confirmed), []).append(row["val_loss"])
     return sorted(((arm, statistics.fmean(v), len(v)) for arm, v in groups.items()), key=lambda found: found[1])
 
+def _arm_text(row: Mapping[str, Any], rate: bool) -> str:
+    "The arm of a row in a few words; with its learning rate if asked for."
+    words = [str(row.get(key, "-")) for key in ("format", "storage", "rule")]
+    if row.get("rule") == "stiffness_adamw" and row.get("power") is not None: words.append(f"p={row['power']:g}")
+    if row.get("placement") == "gradient": words.append("on the gradient")
+    if row.get("floor_octaves") is not None: words.append(f"R={row['floor_octaves']:g}")
+    if rate and row.get("lr"): words.append(f"lr={row['lr']:g}")
+    return " ".join(words)
+
+# %% ../../nbs/evidence/01_sweep.ipynb #437bab48
 def _arms(rows: list[dict[str, Any]], most: int = 5) -> tuple[dict[str, str], str]:
     "The best arms as facts, and all of them as bars."
     found = best_arms(rows)
-    low, span = (found[0][1], found[-1][1] - found[0][1] or 1.0) if found else (0.0, 1.0)
-    return {arm: f"{mean:.4f} nats, {n} run" + "s" * (n > 1) for arm, mean, n in found[:most]}, svg_bars([0.1 + 0.9 * (m - low) / span for _, m, _ in found])
+    losses = [mean for _, mean, _ in found]
+    span = (losses[-1] - losses[0] or 1.0) if found else 1.0
+    facts = {arm: f"{mean:.4f} nats, {counted(runs, 'run')}" for arm, mean, runs in found[:most]}
+    return facts, svg_bars([0.1 + 0.9 * (loss - losses[0]) / span for loss in losses])
+
+def counted(
+    number: int,
+    noun: str,
+) -> str:
+    "Return a number with its noun, in the plural where it is not one."
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 def _html(ledger: Ledger) -> str:
     "The rows by stage, and the best arms."
@@ -452,7 +467,8 @@ def _results(workers: Workers, jobs: Iterable[Job], work: Callable) -> Iterator[
 def _clock(seconds: float) -> str:
     "A duration for people."
     minutes = round(seconds / 60)
-    return f"{seconds:.0f} s" if seconds < 90 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+    if seconds < 90: return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 @contextmanager
 def _progress(title: str, total: int, visible: bool = True) -> Iterator[Callable[[str], None]]:
@@ -477,13 +493,16 @@ def protocol_commit() -> str | None:
     "The last commit that changed the protocol, with '+' where it was changed since; None outside a checkout."
     root, name = Path(__file__).resolve().parent.parent, "nbs/studies/protocol.ipynb"
     def git(*args): return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
-    try: return (git("log", "-1", "--format=%H", "--", name) + "+" * bool(git("status", "--porcelain", "--", name))) or None
+    try: commit, changed = git("log", "-1", "--format=%H", "--", name), git("status", "--porcelain", "--", name)
     except OSError: return None
+    return (f"{commit}+" if changed else commit) or None
 
 def _label(arm: Arm) -> str:
     "An arm in a few words."
-    power = f" p={arm.power:g}" + " on the gradient" * (arm.placement == "gradient") if arm.rule == "stiffness_adamw" else ""
-    return f"{arm.format} {arm.storage} {arm.rule}{power} lr={arm.lr:g} {arm.checkpoint} seed {arm.seed} {arm.split}"
+    words = [arm.format, arm.storage, arm.rule]
+    if arm.rule == "stiffness_adamw": words.append(f"p={arm.power:g}")
+    if arm.rule == "stiffness_adamw" and arm.placement == "gradient": words.append("on the gradient")
+    return " ".join([*words, f"lr={arm.lr:g} {arm.checkpoint} seed {arm.seed} {arm.split}"])
 
 # %% ../../nbs/evidence/01_sweep.ipynb #bc15663c
 def _by_run(rows: Iterable[dict[str, Any]], here: str, accept: tuple[str, ...]) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
@@ -613,11 +632,13 @@ def describe(
     lines = [f"{sweep.run_id(job.arm)}  {_label(job.arm)}" for job in todo.jobs]
     later = len(todo.cells) * len(m.checkpoints) * len(m.confirm_seeds) if todo.stage == "tune" else 0
     seconds = estimate(sweep, todo.jobs, workers)
-    cost = "no run was timed yet" if seconds is None else f"about {_clock(seconds)} with {workers} worker" + "s" * (workers > 1)
-    lines.append(f"{m.name}: {len(todo.cells)} arms, {len(sweep.rows)} runs in the ledger; stage {todo.stage}: {len(todo.jobs)} runs, {cost}"
-                 + (f"; then more learning rates where needed, and {later} runs to confirm" if later else "")
-                 + "".join(f"; {number} rows of the code {code} do not count (--accept {code})" for code, number in sweep.others.items()))
-    return lines
+    cost = "no run was timed yet"
+    if seconds is not None: cost = f"about {_clock(seconds)} with {counted(workers, 'worker')}"
+    parts = [f"{m.name}: {len(todo.cells)} arms, {len(sweep.rows)} runs in the ledger",
+             f"stage {todo.stage}: {len(todo.jobs)} runs, {cost}"]
+    if later: parts.append(f"then more learning rates where needed, and {later} runs to confirm")
+    parts += [f"{number} rows of the code {code} do not count (--accept {code})" for code, number in sweep.others.items()]
+    return [*lines, "; ".join(parts)]
 
 # %% ../../nbs/evidence/01_sweep.ipynb #c5b26e3f
 def compact(

@@ -18,8 +18,9 @@ from typing import Any, Callable, Iterable
 from ..basics import InputError, unknown, write_atomic
 from ..numbers.formats import EIGHT_BIT
 from .data import bigram_entropy, load_corpus, unigram_entropy
+from .config import TrainConfig, load_config, make_config
 from .tracking import RunFolder, check_log
-from .trainer import TrainConfig, Trainer, load_config, make_config, perplexity
+from .trainer import Trainer, perplexity
 
 # %% ../../nbs/training/05_experiment.ipynb #c3a98267
 def packaged_configs() -> dict[str, TrainConfig]:

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['PATIENCE', 'WINDOW', 'LAG', 'LOWER', 'MARGIN', 'ANOMALY', 'ADVICE', 'Finding', 'leaves_range', 'out_of_range',
-           'first_lag', 'symptoms', 'Remedy', 'advice', 'Autopsy', 'autopsy', 'plot_autopsy']
+           'first_lag', 'symptoms', 'Remedy', 'advice', 'Autopsy', 'autopsy', 'Lead', 'lead_of', 'Diagnosis',
+           'diagnose', 'plot_autopsy']
 
 # %% ../../nbs/views/02_autopsy.ipynb #0227cd36
 import math
 import statistics
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple
 
@@ -194,20 +196,46 @@ def autopsy(
     return Autopsy(run, rows, causes, symptoms(rows, losses), losses, twin.path.name if twin else "")
 
 # %% ../../nbs/views/02_autopsy.ipynb #41a1208f
-def _lead(finding: Finding, shown: Finding | None) -> str:
-    "How far a finding is ahead of the loss."
-    if shown is None: return ""
-    gap = shown.step - finding.step
-    return f", {gap} steps before the loss showed it" if gap > 0 else ", as the loss showed it" if gap == 0 else f", {-gap} steps after the loss showed it"
+class Lead(Enum):
+    "When a finding came, beside what the loss showed; the text of each outcome."
+    UNSEEN = ""  # the loss shows nothing
+    BEFORE = ", {steps} steps before the loss showed it"
+    WITH = ", as the loss showed it"
+    AFTER = ", {steps} steps after the loss showed it"
 
+def lead_of(
+    step: int,  # of the finding
+    shown: int | None,  # of the loss's first symptom
+) -> Lead:
+    "Return when a finding came."
+    if shown is None: return Lead.UNSEEN
+    if step == shown: return Lead.WITH
+    return Lead.BEFORE if step < shown else Lead.AFTER
+
+class Diagnosis(Enum):
+    "What an autopsy found; the text of each outcome."
+    HEALTHY = "nothing left its range, and the loss shows no illness"
+    UNFELT = "the loss shows no illness"  # though something left its range
+    ILL = ""
+
+def diagnose(a: Autopsy) -> Diagnosis:
+    "Return what an autopsy found, in a word."
+    if a.symptoms: return Diagnosis.ILL
+    return Diagnosis.UNFELT if a.causes else Diagnosis.HEALTHY
+
+# %% ../../nbs/views/02_autopsy.ipynb #d7d2e69f
 def _chain(a: Autopsy) -> list[str]:
     "The chain of events: layers that left the same range are one line."
-    shown = min(a.symptoms, key=lambda f: f.step, default=None)
+    shown = min((f.step for f in a.symptoms), default=None)
     groups: dict[str, list[Finding]] = {}
     for f in a.causes: groups.setdefault(f.what, []).append(f)
-    lines = [(fs[0].step, f"step {fs[0].step}: {fs[0].text} in {fs[0].layer or 'the whole model'}"
-              + (f" and, by step {fs[-1].step}, {len(fs) - 1} more" if len(fs) > 1 else "") + _lead(fs[0], shown)) for fs in groups.values()]
-    return [text for _, text in sorted([*lines, *((f.step, f"step {f.step}: {f.text}") for f in a.symptoms)])]
+    lines = [(f.step, f"step {f.step}: {f.text}") for f in a.symptoms]
+    for first, *others in groups.values():
+        text = f"step {first.step}: {first.text} in {first.layer or 'the whole model'}"
+        if others: text += f" and, by step {others[-1].step}, {len(others)} more"
+        gap = abs(shown - first.step) if shown is not None else 0
+        lines.append((first.step, text + lead_of(first.step, shown).value.format(steps=gap)))
+    return [text for _, text in sorted(lines)]
 
 def _lost_series(run: StoredRun, config: dict[str, Any]) -> list[str]:
     "A line if what monitors measured of each layer was written and is gone: monitors write before each checkpoint."
@@ -219,11 +247,11 @@ def _report(a: Autopsy) -> list[str]:
     "The lines of an autopsy."
     config, record = a.run.stored_config() or {}, a.run.record()
     facts = " ".join(str(config[k]) for k in ("format", "storage", "rule") if config.get(k))
-    lines = [f"{config.get('name', a.run.path.name)} ({facts}): {state_of(a.run)}; {a.rows[-1]['step']} of {config.get('max_steps', '?')} steps"]
+    name, steps = config.get("name", a.run.path.name), f"{a.rows[-1]['step']} of {config.get('max_steps', '?')} steps"
+    lines = [f"{name} ({facts}): {state_of(a.run)}; {steps}"]
     if a.twin_name: lines.append(f"compared with {a.twin_name}")
     lines += _lost_series(a.run, config)
-    lines += [f"  {line}" for line in _chain(a)] or ["  nothing left its range, and the loss shows no illness"]
-    if a.causes and not a.symptoms: lines.append("  the loss shows no illness")
+    lines += [f"  {line}" for line in [*_chain(a), diagnose(a).value] if line]
     kept = [e["file"] for e in a.run.checkpoints.entries() if e["anomaly"]]
     if kept: lines.append(f"kept for the post-mortem: {', '.join(kept)}")
     results = record.get("results") or {}
@@ -231,7 +259,7 @@ def _report(a: Autopsy) -> list[str]:
     if a.first is None: return lines
     where, remedies = advice(a.first.what, config)
     lines.append(f"first: {a.first.what} in {a.first.layer or 'the whole model'}, at step {a.first.step} ({where})")
-    return [*lines, f"try: {remedies}"] if a.symptoms else lines
+    return [*lines, f"try: {remedies}"] if diagnose(a) is Diagnosis.ILL else lines
 
 # %% ../../nbs/views/02_autopsy.ipynb #c3487707
 def plot_autopsy(

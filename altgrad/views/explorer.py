@@ -159,6 +159,24 @@ def _move(line, x: Tensor, y: Tensor) -> None:
     line.set_data(x.numpy(), y.numpy())
 
 # %% ../../nbs/views/04_explorer.ipynb #5bda6a78
+def _octave_axes(ax: Any, x: str, y: str, ticks: range, top: float, bottom: float | None = None) -> None:
+    "Both axes in octaves, with labels and ticks."
+    _octave_axis(ax, x)
+    ax.set(ylim=(ticks[0] if bottom is None else bottom, top), ylabel=y)
+    ax.set_yticks(list(ticks), [f"$2^{{{k}}}$" for k in ticks])
+
+def _one_line(ax: Any, points: Callable[[Seen], tuple[Tensor, Tensor, str]], style: str, **look: Any) -> tuple[Callable[[Seen], None], list]:
+    "A view of one line in the format's colour, from a function of its points and the title."
+    line, = ax.plot([], [], style, **look)
+
+    def update(seen: Seen) -> None:
+        x, y, title = points(seen)
+        _move(line, x, y)
+        line.set_color(_color(seen.fmt))
+        ax.title.set_text(title)
+
+    return update, [line, ax.title]
+
 def view_grid(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
@@ -202,36 +220,31 @@ def view_error(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
     "How far each element is moved, over its size: one dot an element; 2^0 is an element that became zero."
-    _octave_axis(ax, "magnitude before rounding")
-    ax.set(ylim=(-12, 2), ylabel="error over magnitude"), ax.set_yticks((-12, -8, -4, 0), [f"$2^{{{k}}}$" for k in (-12, -8, -4, 0)])
+    def points(seen: Seen) -> tuple[Tensor, Tensor, str]:
+        over, under = 100 * seen.stats.overflow_rate, 100 * seen.stats.underflow_rate
+        title = f"SQNR {seen.stats.sqnr_db:.1f} dB; over {over:.1f} %, under {under:.1f} %"
+        return _log2(seen.x), _log2((seen.q - seen.x) / seen.x), title
+
+    _octave_axes(ax, "magnitude before rounding", "error over magnitude", range(-12, 3, 4), top=2)
     ax.axhline(0, color="0.7", lw=0.8)
-    dots, = ax.plot([], [], ".", ms=1.5)
-
-    def update(seen: Seen) -> None:
-        _move(dots, _log2(seen.x), _log2((seen.q - seen.x) / seen.x)), dots.set_color(_color(seen.fmt))
-        over, under, sqnr = 100 * seen.stats.overflow_rate, 100 * seen.stats.underflow_rate, seen.stats.sqnr_db
-        ax.title.set_text(f"SQNR {sqnr:.1f} dB; over {over:.1f} %, under {under:.1f} %")
-
-    return update, [dots, ax.title]
+    return _one_line(ax, points, ".", ms=1.5)
 
 # %% ../../nbs/views/04_explorer.ipynb #17173d34
 def view_stiffness(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
     "The distance between neighbouring numbers, times the scale, along the magnitudes that the format reaches."
-    _octave_axis(ax, "magnitude")
-    ax.set(ylim=(LOW - 4, HIGH), ylabel="spacing S"), ax.set_yticks((-16, -8, 0, 8), [f"$2^{{{k}}}$" for k in (-16, -8, 0, 8)])
-    ax.plot([LOW, HIGH], [LOW, HIGH], ":", color="0.6", lw=1)
-    line, = ax.plot([], [], lw=1.6)
     octaves = torch.linspace(LOW, HIGH, 441, dtype=torch.float64)
 
-    def update(seen: Seen) -> None:
+    def points(seen: Seen) -> tuple[Tensor, Tensor, str]:
         w = 2**octaves / seen.scale
         s = torch.where(w <= seen.fmt.max, stiffness(w, seen.fmt) * seen.scale, torch.nan)
-        _move(line, octaves, s.log2()), line.set_color(_color(seen.fmt))
-        ax.title.set_text(f"scale {exact_text(seen.scale)}, smallest spacing {exact_text(seen.fmt.min_spacing * seen.scale)}")
+        smallest = exact_text(seen.fmt.min_spacing * seen.scale)
+        return octaves, s.log2(), f"scale {exact_text(seen.scale)}, smallest spacing {smallest}"
 
-    return update, [line, ax.title]
+    _octave_axes(ax, "magnitude", "spacing S", range(-16, 9, 8), bottom=LOW - 4, top=HIGH)
+    ax.plot([LOW, HIGH], [LOW, HIGH], ":", color="0.6", lw=1)
+    return _one_line(ax, points, "-", lw=1.6)
 
 # %% ../../nbs/views/04_explorer.ipynb #0e214c2e
 def _dots(fmt: FP8Format, scale: float) -> Tensor:

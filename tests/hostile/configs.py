@@ -45,12 +45,12 @@ def _file(place: Place, text: str, binary: bytes | None = None):
 
 
 def _field(key: str, value: object, place: Place) -> None:
-    from altgrad.training.trainer import make_config
+    from altgrad.training.config import make_config
     refused(make_config, {key: value})
 
 
 def _fault(text: str, place: Place) -> None:
-    from altgrad.training.trainer import load_config
+    from altgrad.training.config import load_config
     refused(load_config, _file(place, text))
 
 
@@ -58,7 +58,7 @@ def _by_command(text: str, place: Place) -> None: refused_command("train", _file
 
 
 def _right(text: str, place: Place) -> None:
-    from altgrad.training.trainer import TrainConfig, load_config, make_config
+    from altgrad.training.config import TrainConfig, load_config, make_config
     import yaml
     got = load_config(_file(place, text))
     want = yaml.safe_load(text.removeprefix("\ufeff")) or {}
@@ -68,7 +68,7 @@ def _right(text: str, place: Place) -> None:
 
 def _mutated(seed: int, binary: bytes, place: Place) -> None:
     "Whatever it is now: refused in a line, or a config that says the same when it is written and read again."
-    from altgrad.training.trainer import load_config
+    from altgrad.training.config import load_config
     got = either(load_config, _file(place, "", binary))
     if got is not None: assert load_config(_file(place, got.to_yaml())) == got
 
@@ -111,14 +111,14 @@ def mutations(rng, content: bytes) -> bytes:
 
 def _good(key: str, value: object, place: Place) -> None:
     "A value that a field may have, given as text, is the field's."
-    from altgrad.training.trainer import load_config, make_config
+    from altgrad.training.config import load_config, make_config
     config = make_config({key: str(value)})
     assert getattr(config, key) == value and type(getattr(config, key)) is type(value)
     assert load_config(_file(place, config.to_yaml())) == config
 
 
 def cases(rng) -> Iterator[Case]:
-    from altgrad.training.trainer import TrainConfig
+    from altgrad.training.config import TrainConfig
 
     numbers = [f.name for f in fields(TrainConfig) if any(t in str(f.type) for t in ("int", "float")) and f.name not in FREE]
     words = [f.name for f in fields(TrainConfig) if "str" in str(f.type) and f.name not in FREE]

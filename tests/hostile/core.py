@@ -136,16 +136,16 @@ def _make_base(base: Path) -> None:
     from .matrices import MATRIX
 
     works("train", "bf16_baseline", *settings(base), "--out", base / "whole", "--wandb", "off", "--json")
-    update, count = trainer._update, []
+    update, count = trainer.Learner.update, []
 
-    def dies(run, step):
+    def dies(learner, step, *rest):
         count.append(step)
         if step == 8: raise KeyboardInterrupt
-        return update(run, step)
+        return update(learner, step, *rest)
 
-    trainer._update = dies
+    trainer.Learner.update = dies
     told("train", "bf16_baseline", *settings(base), "--out", base / "killed", "--wandb", "off", "--json")
-    trainer._update = update
+    trainer.Learner.update = update
     record = json.loads((base / "killed/r/run.json").read_text())
     (base / "killed/r/run.json").write_text(json.dumps({**record, "exit_reason": "running"}))
     sweep = Sweep(read_matrix(MATRIX), base / "ledger", Bench(base / "checkpoints", {"tiny": f"path:{base}/text.txt"}))

@@ -13,7 +13,8 @@ from altgrad.model.gpt import GPT, loss_of, preset
 from altgrad.model.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
 from altgrad.watching.monitors import Monitors, WeightMonitor, compiles
 from altgrad.training.tracking import git_commit, machine, versions
-from altgrad.training.trainer import TrainConfig, fast_bfloat16
+from altgrad.training.config import TrainConfig
+from altgrad.training.trainer import fast_bfloat16
 
 RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_monitors.json"
 DEFAULT = TrainConfig()

@@ -15,7 +15,8 @@ from altgrad.model.gpt import GPT, GPTConfig, loss_of, preset
 from altgrad.model.surgery import rounded_once
 from altgrad.training.data import Corpus, load_corpus
 from altgrad.training.tracking import code_commit, machine, versions
-from altgrad.training.trainer import TrainConfig, lr_at, make_config
+from altgrad.training.config import TrainConfig, make_config
+from altgrad.training.trainer import lr_at
 from bench_quantize import add_peers_option, find_peers
 from bench_step import NATIVE, convert, native_arms
 

@@ -23,7 +23,8 @@ from altgrad.model.gpt import loss_of
 from altgrad.model.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
 from altgrad.training.data import get_batch, load_corpus
 from altgrad.training.tracking import git_commit, machine, versions
-from altgrad.training.trainer import TrainConfig, Trainer, _steps, evaluate
+from altgrad.training.config import TrainConfig
+from altgrad.training.trainer import Trainer, evaluate
 
 OUT = Path(__file__).resolve().parents[3] / "nbs/results/power_of_the_exponent.json"
 FREEDOM = (2, 2.5, 3, 4, 5, 6, 8, 12, 20, 50)  # of Student's t
@@ -164,7 +165,7 @@ def trained() -> dict:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(CONFIG, folder, corpus)
         out = {"config": asdict(CONFIG), "before": measure_all(trainer)}
-        for row in _steps(trainer, 0):
+        for row in trainer.steps():
             if row["step"] % 100 == 0: print(f"step {row['step']}: loss {row['loss']:.3f}", flush=True)
         out |= {"val_loss": row["val_loss"], "after": measure_all(trainer)}
         return out | {"rounded": losses(trainer, out["after"]), "sample": SAMPLE, "corpus": corpus.facts(), "seed": CONFIG.seed}

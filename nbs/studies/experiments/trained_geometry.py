@@ -25,7 +25,8 @@ from altgrad.model.gpt import PRESETS, GPTConfig, loss_of
 from altgrad.model.surgery import SKIP
 from altgrad.training.data import load_corpus, validation_windows
 from altgrad.training.tracking import git_commit, machine, versions
-from altgrad.training.trainer import TrainConfig, Trainer, _steps
+from altgrad.training.config import TrainConfig
+from altgrad.training.trainer import Trainer
 
 OUT = Path(__file__).resolve().parents[3] / "nbs/results/trained_geometry.json"
 FORMAT, STEPS, EVERY = "E4M3", 200, 10
@@ -126,7 +127,7 @@ def train(name: str, corpus, trajectories: dict) -> dict:
             old, scale, path = dict(start), dict(start_scale), {n: torch.zeros_like(w) for n, w in start.items()}
             trajectories[name] = {0: list(start.values())}
             losses, val = [], {}
-            for row in _steps(trainer, 0):
+            for row in trainer.steps():
                 step = row["step"]
                 losses.append(short(row["loss"], 5))
                 if "val_loss" in row: val[step] = row["val_loss"]
@@ -248,7 +249,7 @@ def fisher(corpus) -> dict:
         trainer = Trainer(config, folder, corpus)
         out["before"] = fisher_of(trainer.model, x, y, positions)
         for layer in out["before"]["layers"].values(): layer["table"] = None  # only the trained model's is drawn
-        *_, row = _steps(trainer, 0)
+        *_, row = trainer.steps()
         out["val_loss"] = row["val_loss"]
         out["after"] = fisher_of(trainer.model, x, y, positions)
     return out
