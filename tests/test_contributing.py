@@ -25,7 +25,7 @@ from altgrad.numbers.quantize import fake_quantize
 from altgrad.geometry.interchange import load_codes, save_codes
 from altgrad.geometry.optim import StiffnessAdamW
 from altgrad.geometry.spacing import code_coordinate, stiffness
-from altgrad.geometry.storage import STORAGES, make_grid_tensor, store_on_grid
+from altgrad.geometry.storage import grid_storages, make_grid_tensor, store_on_grid
 from altgrad.model.surgery import quantize_model, quantized_weights
 from altgrad.training.trainer import make_config
 
@@ -41,7 +41,8 @@ x = torch.cat([torch.randn(4096) * 10.0 ** torch.randint(-4, 2, (4096,)), torch.
 assert torch.equal(fake_quantize(x, name), by_torch(x)) and torch.equal(fmt.to_bits(x), (x * 4).to(torch.float8_e4m3fn).view(torch.uint8))
 positive = values[:127]
 assert torch.equal(code_coordinate(positive, name), torch.arange(127.0)) and torch.equal(stiffness(positive[8:-1], name), positive[9:] - positive[8:-1])
-for storage in STORAGES[1:-1]:
+for storage in grid_storages():
+    if storage == "bf16": continue
     grid = make_grid_tensor(x, name, storage)
     assert torch.equal(grid.dequantize(), by_torch(x, grid.scale))
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
