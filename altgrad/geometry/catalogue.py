@@ -54,7 +54,7 @@ GEOMETRY = ("power", "placement", "damping", "floor_octaves")  # settings of the
 @dataclass(frozen=True)
 class Rule:
     "A row of the table: an update rule and what its users must know of it."
-    optimizer: type[torch.optim.Optimizer] | None  # its class; None where this version of torch has none
+    optimizer: Any  # its class; None where this version of torch has none
     reads: str  # names from `RuleSettings` beside fmt and lr
     guess: float  # a usual peak learning rate: where a search begins
     unit: str  # of the learning rate
