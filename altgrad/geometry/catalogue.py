@@ -108,7 +108,7 @@ def get_rule(
 
 def build_rule(
     name: str,  # one of `RULES`
-    parameters: Iterable[torch.Tensor],  # the weights that it moves
+    parameters: Iterable[torch.Tensor],  # the weights that it moves, of any shapes
     settings: RuleSettings,
 ) -> torch.optim.Optimizer:
     "An update rule over weights, made with the settings that it reads."

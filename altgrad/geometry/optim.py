@@ -57,7 +57,10 @@ def _amax(p: Tensor) -> Tensor:
     codes = p.codes if p.codes.is_floating_point() else p.codes % p.fmt.magnitudes
     return unpack(codes.abs().amax(), p.fmt) * p.scale
 
-def grids_of(group: dict[str, Any], parameters: list[Tensor]) -> Grids:
+def grids_of(
+    group: dict[str, Any],  # of an optimizer, with its format as `fmt`
+    parameters: list[Tensor],  # of any shapes
+) -> Grids:
     "A parameter's grid is its own if it is stored on one of the group's format, else the one from its amax."
     fmt, device = group["fmt"], parameters[0].device
     amax = torch.stack([_amax(p).double().to(device) for p in parameters])
