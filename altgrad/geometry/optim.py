@@ -49,6 +49,7 @@ class Stacked:
     grid: Callable  # of `Grids` and a group: a row for each grid, [grids, K']
     granted: Mapping[str, Any]  # settings that the code takes for granted
 
+# %% ../../nbs/geometry/03_optim.ipynb #6c13f510
 def _amax(p: Tensor) -> Tensor:
     "The largest magnitude of a parameter."
     if not isinstance(p, GridTensor):
