@@ -27,7 +27,7 @@ from altgrad.basics import write_atomic
 from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.formats import EIGHT_BIT, encode, get_format
 from altgrad.numbers.quantize import fake_quantize, rounding_key, uniform
-from altgrad.geometry.storage import STORAGES, make_grid_tensor
+from altgrad.geometry.storage import grid_storages, make_grid_tensor
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.training.experiment import find_config
 from altgrad.training.tracking import git_commit, machine, versions
@@ -178,7 +178,7 @@ def exact() -> dict[str, str]:
         "counts and histograms": checksum(*(t for s in counted.values() for t in (s.overflow, s.underflow, s.nan, s.inf, s.histogram))),
         "stochastic bits": checksum(uniform((300_000,), key)),
         "stochastic rounding": checksum(*(fake_quantize(x, fmt, rounding="stochastic", key=key) for x, fmt in over.values())),
-        "writes to the grid": checksum(*(t for name, s in product(EIGHT_BIT, STORAGES[1:]) for t in writes(name, s))),
+        "writes to the grid": checksum(*(t for name, s in product(EIGHT_BIT, grid_storages()) for t in writes(name, s))),
     }
 
 

@@ -315,15 +315,15 @@ def _pool(args: argparse.Namespace, sweep: Any) -> Any:
 
 def _max_lr(args: argparse.Namespace) -> int:
     "`altgrad max-lr FORMAT...`"
-    from altgrad.basics import InputError, unknown
+    from altgrad.basics import InputError
     from altgrad.numbers.formats import EIGHT_BIT
     from altgrad.evidence.instrument import Arm, Bench
-    from altgrad.evidence.stability import GUESSES, StabilitySearch
+    from altgrad.evidence.stability import StabilitySearch
+    from altgrad.geometry.catalogue import get_rule
 
     if args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
     names = [n for name in args.formats for n in (EIGHT_BIT if name == "all" else [name])]
-    if args.rule not in GUESSES: raise unknown("rule", args.rule, GUESSES)
-    guess = GUESSES[args.rule] if args.guess is None else args.guess
+    guess = get_rule(args.rule).guess if args.guess is None else args.guess
     arms = [Arm(format=n, storage=args.storage, rule=args.rule, power=args.power, lr=guess, corpus=args.on) for n in dict.fromkeys(names)]
     search = StabilitySearch(arms, args.out, Bench(args.checkpoints, dict(args.corpus)), accept=args.accept)
     search.build()

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md promises: a format is one line in one notebook, proved on a copy of the notebooks; the metric and the update rule that it shows work."""
+"""What CONTRIBUTING.md promises: a format, a rule and a storage are one line each, proved on a copy of the notebooks; and its metric works."""
 import difflib
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-BEFORE = '    FP8Format("float8_e3m4", 3, 4, bias=3, specials="ieee"),\n'
+BEFORE = '    FP8Format("float8_e4m3", 4, 3, bias=7, specials="ieee"),\n'
 LINE = '    FP8Format("a_new_format", 4, 3, bias=9, specials="fn"),\n'  # E4M3 with two more in its bias: torch's float8_e4m3fn divided by four
 
 # What a user does with a format, and what torch's own float8 says it must give.
@@ -25,7 +25,7 @@ from altgrad.numbers.quantize import fake_quantize
 from altgrad.geometry.interchange import load_codes, save_codes
 from altgrad.geometry.optim import StiffnessAdamW
 from altgrad.geometry.spacing import code_coordinate, stiffness
-from altgrad.geometry.storage import STORAGES, make_grid_tensor, store_on_grid
+from altgrad.geometry.storage import grid_storages, make_grid_tensor, store_on_grid
 from altgrad.model.surgery import quantize_model, quantized_weights
 from altgrad.training.config import make_config
 
@@ -41,7 +41,8 @@ x = torch.cat([torch.randn(4096) * 10.0 ** torch.randint(-4, 2, (4096,)), torch.
 assert torch.equal(fake_quantize(x, name), by_torch(x)) and torch.equal(fmt.to_bits(x), (x * 4).to(torch.float8_e4m3fn).view(torch.uint8))
 positive = values[:127]
 assert torch.equal(code_coordinate(positive, name), torch.arange(127.0)) and torch.equal(stiffness(positive[8:-1], name), positive[9:] - positive[8:-1])
-for storage in STORAGES[1:-1]:
+for storage in grid_storages():
+    if storage == "bf16": continue
     grid = make_grid_tensor(x, name, storage)
     assert torch.equal(grid.dequantize(), by_torch(x, grid.scale))
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
@@ -58,16 +59,43 @@ assert make_config({"format": name}).format == name
 """
 
 
+# Two rows more than the page has: a rule that replicas can stack, and a storage that is another's twin.
+RULE = ('    "adamw_half": Rule(optim.StiffnessAdamW, reads="betas eps weight_decay floor_octaves", fixed={"power": 0.5}, '
+        'guess=4e-3, unit="weight", source="here"),\n')
+STORAGE = '    "grid_twin": Storage("stochastic"),\n'
+
+
+def page() -> str: return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def line_of(name: str) -> str:
+    "The row of a table that the page shows."
+    return re.search(rf'^    "{name}": .*$', page(), re.MULTILINE)[0] + "\n"
+
+
+def class_of_the_page() -> list[str]:
+    "The lines of the update rule that the page shows."
+    return re.search(r"```python\n(class .*?)```", page(), re.DOTALL)[1].splitlines(keepends=True)
+
+
+def insert(path: Path, before: str, *lines: str) -> None:
+    "Puts lines into a notebook's cell, in front of one that is there once."
+    text, quoted = path.read_text(encoding="utf-8"), [json.dumps(line, ensure_ascii=False) for line in (*lines, before)]
+    assert text.count(quoted[-1]) == 1, before
+    path.write_text(text.replace(quoted[-1], ",\n    ".join(quoted)), encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
     "A copy of the notebooks with one more line, and what they export."
     folder = tmp_path_factory.mktemp("tree")
     shutil.copy(ROOT / "settings.ini", folder)
     shutil.copytree(ROOT / "nbs", folder / "nbs", symlinks=True, ignore=shutil.ignore_patterns("results", "images", "studies", "tutorials"))
-    path = folder / "nbs/numbers/00_formats.ipynb"
-    text, quoted = path.read_text(encoding="utf-8"), json.dumps(BEFORE, ensure_ascii=False)
-    assert text.count(quoted) == 1
-    path.write_text(text.replace(quoted, f"{quoted},\n    {json.dumps(LINE, ensure_ascii=False)}"), encoding="utf-8")
+    insert(folder / "nbs/numbers/00_formats.ipynb", BEFORE, LINE)
+    geometry = folder / "nbs/geometry"
+    insert(geometry / "02_storage.ipynb", '    "bf16": Storage("nearest", fmt="bfloat16"),\n', line_of("grid_toward_zero"), STORAGE)
+    insert(geometry / "03_optim.ipynb", "class GridSGD(GeometryOptimizer):\n", *class_of_the_page())
+    insert(geometry / "04_catalogue.ipynb", '    "muon": Rule(\n', line_of("sign_sgd"), RULE)
     (folder / "altgrad").mkdir()
     shutil.copy(ROOT / "altgrad/__init__.py", folder / "altgrad")
     env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # nbdev_export does nothing where it is set
@@ -84,14 +112,17 @@ def run(tree: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_one_line_is_all_that_changed(tree):
+def test_these_lines_are_all_that_changed(tree):
     changed = {}
     for new in sorted((tree / "altgrad").rglob("*.py")):
         if new.name == "_modidx.py": continue
         pair = [p.read_text(encoding="utf-8").splitlines(keepends=True) for p in (ROOT / new.relative_to(tree), new)]
         lines = [line for line in difflib.ndiff(*pair) if line[0] in "+-"]
         if lines: changed[new.name] = lines
-    assert changed == {"formats.py": ["+ " + LINE]}
+    added = {"formats.py": [LINE], "storage.py": [line_of("grid_toward_zero"), STORAGE], "catalogue.py": [line_of("sign_sgd"), RULE]}
+    ours = [line for line in changed.pop("optim.py") if not re.match(r"[+-] (__all__| {11}')", line)]  # the list of names changes, too
+    assert ours == ["+ " + line for line in class_of_the_page()]
+    assert changed == {name: ["+ " + line for line in lines] for name, lines in added.items()}
 
 
 def test_the_format_works_everywhere(tree):
@@ -108,22 +139,17 @@ def test_the_notebook_of_the_formats_still_passes(tree):
     run(tree, "-c", "from nbdev.test import nbdev_test; nbdev_test.__wrapped__(path='nbs/numbers/00_formats.ipynb', n_workers=0)")
 
 
-def page() -> str: return (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-
-
-def the_rule_of_the_page():
-    "The class `SignSGD`, and its line in `RULES`."
-    from altgrad.geometry import optim
-
-    names = dict(vars(optim))
-    exec(re.search(r"```python\n(class .*?)```", page(), re.DOTALL)[1], names)
-    return names["SignSGD"], eval("{" + re.search(r'^    ("sign_sgd": .*)$', page(), re.MULTILINE)[1] + "}", names)
+def test_the_rule_and_the_storage_go_through_trainer_sweeps_both_engines_and_the_study(tree):
+    run(tree, str(ROOT / "tests/use_rows.py"))
 
 
 def test_the_update_rule_of_the_page_moves_every_weight_by_one_code():
+    from altgrad.geometry import optim
     from altgrad.geometry.storage import make_grid_tensor
 
-    SignSGD, _ = the_rule_of_the_page()
+    names = dict(vars(optim))
+    exec("".join(class_of_the_page()), names)
+    SignSGD = names["SignSGD"]
     w = torch.nn.Parameter(make_grid_tensor(torch.linspace(0.3, 3.0, 64), "E4M3", "grid_nearest"))  # the largest has a code above it
     before, w.grad = w.data.codes.long(), torch.where(torch.arange(64) % 2 == 0, 2.0, -1e-3)
     optimizer = SignSGD([w], "E4M3")
@@ -131,20 +157,6 @@ def test_the_update_rule_of_the_page_moves_every_weight_by_one_code():
     up, down = before + 1, torch.where(before % 8 == 0, before - 2, before - 1)  # below a power of two the spacing is half as wide
     assert torch.equal(w.data.codes.long(), torch.where(w.grad > 0, down, up))
     optimizer.load_state_dict(optimizer.state_dict())
-
-
-def test_a_config_may_name_the_rule_of_the_page(tmp_path, monkeypatch):
-    from altgrad.training.config import RULES, make_config
-    from altgrad.training.trainer import Trainer
-
-    SignSGD, line = the_rule_of_the_page()
-    monkeypatch.setattr(sys.modules["altgrad.training.config"], "RULES", {**RULES, **line})
-    (tmp_path / "text.txt").write_text("one line is enough\n" * 400)
-    monkeypatch.setenv("ALTGRAD_CACHE", str(tmp_path / "cache"))
-    settings = dict(name="mine", rule="sign_sgd", rule_lr=1.0, format="E4M3", storage="grid_nearest", data=f"path:{tmp_path}/text.txt", max_steps=2,
-                    warmup_steps=0, batch_size=2, block_size=16, eval_every=2, eval_windows=2)
-    trainer = Trainer(make_config(settings), tmp_path)
-    assert trainer.run(progress=False)["exit_reason"] == "finished" and type(trainer.optimizers[0]) is SignSGD
 
 
 def test_the_metric_of_the_page_is_measured_and_listed(monkeypatch):

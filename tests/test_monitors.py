@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import altgrad.numbers.quantize as Q
 from altgrad.numbers.formats import EIGHT_BIT, FORMATS
-from altgrad.geometry.storage import STORAGES, store_on_grid
+from altgrad.geometry.storage import grid_storages, store_on_grid
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.model.surgery import (
     LayerPrecisionRule, Precision, PrecisionConfig, quantize_model, round_weight_gradients,
@@ -90,7 +90,7 @@ def test_watching_changes_no_bit(points):
     assert all(math.isfinite(v) or math.isnan(v) or path.endswith("sqnr_db") for m in found for path, v in m.values.items())
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", ["master", *grid_storages()])
 def test_every_storage_is_watched(storage):
     model = model_with(storage, weight="E4M3", activation="E4M3")
     values = train(model, Monitors(model, every=1), 3)[-1].values

@@ -14,10 +14,12 @@ from altgrad.evidence import replicas
 from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT
 from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, run_arm
-from altgrad.evidence.replicas import STORAGES, Batches, run_arms
+from altgrad.geometry import storage as storages
+from altgrad.evidence.replicas import Batches, run_arms, stacks
 from altgrad.evidence.sweep import Ledger, Sweep, read_matrix, replay
 from tiny import HEAD, TEXT
 
+STORAGES = [name for name, kind in storages.STORAGES.items() if stacks(kind)]
 RULES = [dict(rule="adamw", lr=0.01), dict(power=0.5, lr=0.01), dict(power=-1.0, lr=0.01, floor_octaves=3.0), dict(power=1.0, placement="gradient", lr=0.01),
          dict(rule="riemannian_adamw", lr=0.3), dict(rule="madam", lr=0.05), dict(rule="grid_sgd", lr=0.1)]
 TASK = Task(steps=20, batch_size=2, warmup=2, chunks=2, windows=2, every=10)

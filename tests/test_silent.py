@@ -13,12 +13,13 @@ import torch
 
 from altgrad.basics import InputError
 from altgrad.geometry import storage
+from altgrad.geometry.catalogue import RULES, STORAGES, Rule
 from altgrad.geometry.optim import GeometryOptimizer
 from altgrad.geometry.storage import make_grid_tensor
 from altgrad.training import config, trainer
-from altgrad.evidence import instrument, replicas, stability
+from altgrad.evidence import instrument
 from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, make_rule, run_arm
-from altgrad.evidence.replicas import kind_of, run_arms
+from altgrad.evidence.replicas import kind_of, run_arms, stacks
 from altgrad.evidence.sweep import Ledger, Sweep, read_matrix
 from altgrad.cli import main
 from tiny import HEAD, TEXT
@@ -59,12 +60,6 @@ def test_a_rule_without_a_branch_is_refused_everywhere(monkeypatch, capsys):
     assert main(["max-lr", "E4M3", "--rule", "lion", "--out", "nowhere", "--guess", "1"]) == 2 and "lion" in capsys.readouterr().err
 
 
-def test_the_tables_of_rules_agree():
-    assert list(stability.GUESSES) == list(instrument.RULES)
-    assert set(instrument.RULES) <= set(config.RULES)
-    for name in instrument.RULES: assert kind_of(Arm(rule=name))[0] in replicas.KINDS
-
-
 def test_a_placement_without_a_branch_is_refused(monkeypatch):
     from altgrad.geometry import optim
 
@@ -74,18 +69,15 @@ def test_a_placement_without_a_branch_is_refused(monkeypatch):
     with pytest.raises(InputError, match="nowhere"): optim.StiffnessAdamW([w], "E4M3", placement="nowhere").step()
 
 
-def test_a_storage_without_a_line_in_the_table_is_refused(here, monkeypatch):
-    for module in (storage, instrument, replicas): monkeypatch.setattr(module, "STORAGES", (*module.STORAGES, "grid_up"))
+def test_a_storage_without_a_line_in_the_table_is_refused(here):
     with pytest.raises(InputError, match="grid_up"): make_grid_tensor(torch.ones(3), "E4M3", "grid_up")
     with pytest.raises(InputError, match="grid_up"): run_arm(odd(storage="grid_up"), bench(here))
     with pytest.raises(InputError, match="grid_up"): kind_of(odd(storage="grid_up"))
-    monkeypatch.setattr(instrument, "STORAGES", (*instrument.STORAGES, "disk"))  # nor is it trained as if it were fp32
-    with pytest.raises(InputError, match="disk"): run_arm(odd(storage="disk"), bench(here))
 
 
 def changed_package(folder: Path, old: str, new: str) -> dict[str, str]:
     "The environment of a copy of the package in whose `optim` one text is another."
-    package = Path(instrument.__file__).parent
+    package = Path(instrument.__file__).parents[1]
     shutil.copytree(package, folder / "altgrad", ignore=shutil.ignore_patterns("__pycache__"))
     source = (folder / "altgrad/geometry/optim.py").read_text(encoding="utf-8")
     assert source.count(old) == 1
@@ -147,20 +139,20 @@ def test_every_module_that_a_run_calls_is_part_of_its_identity(here):
 
     ready = bench(here)
     ready.corpus("tiny")  # a text's tokens have a hash of their own
-    arms = [Arm(checkpoint="tiny-0", corpus="tiny", storage=s, lr=0.01) for s in instrument.STORAGES]
-    arms += [Arm(checkpoint="tiny-0", corpus="tiny", rule=r, lr=0.01) for r in instrument.RULES]
+    arms = [Arm(checkpoint="tiny-0", corpus="tiny", storage=s, lr=0.01) for s in instrument.arm_storages()]
+    arms += [Arm(checkpoint="tiny-0", corpus="tiny", rule=r, lr=0.01) for r, rule in RULES.items() if rule.knows_grids]
     sys.setprofile(note)
     try:
         for arm in arms: run_arm(arm, ready)
-        run_arms([replace(arm, seed=1) for arm in arms if arm.storage in replicas.STORAGES], ready)
+        run_arms([replace(arm, seed=1) for arm in arms if stacks(STORAGES[arm.storage]) and RULES[arm.rule].stacked()], ready)
     finally: sys.setprofile(None)
     assert {"geometry/optim", "numbers/quantize", "evidence/replicas", "model/surgery"} < called <= set(instrument.MODULES)
 
 
 class Lost(GeometryOptimizer):
     "A rule whose every proposal, or every second weight of it, is not finite."
-    def __init__(self, params, fmt, every=1):
-        super().__init__(params, dict(fmt=fmt, lr=1.0, skip_nonfinite=False))
+    def __init__(self, params, fmt, lr, every=1):
+        super().__init__(params, dict(fmt=fmt, lr=lr, skip_nonfinite=False))
         self.every = every
 
     def moments(self, group): return ()
@@ -179,7 +171,7 @@ def small(here: Path, **values):
     (2, 4, "finished, with 4 updates not finite in part", 0, 4),
     (1, 30, "stopped at step 10: the new weights not finite", 10, 0)])
 def test_updates_that_a_grid_cannot_hold_are_told(here, tmp_path, monkeypatch, every, steps, ends, skipped, in_part):
-    monkeypatch.setitem(config.RULES, "lost", lambda p, c, lr, decay: Lost(p, c.format, every))
+    monkeypatch.setitem(RULES, "lost", Rule(Lost, "", 1.0, "nothing", "here", {"every": every}))
     monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
     run = trainer.Trainer(small(here, rule="lost", storage="grid_nearest", max_steps=steps), tmp_path)
     record = run.run(progress=False)
@@ -300,7 +292,7 @@ def grid_model(name: str, seed: int = 0) -> torch.nn.Module:
 
 
 def test_state_of_a_model_on_a_grid_is_read_with_weights_only(tmp_path):
-    for name in storage.STORAGES[1:]:
+    for name in storage.grid_storages():
         model = grid_model(name)
         with torch.no_grad(): model[0].weight.mul_(3.1)  # the scale grows, and there are writes
         torch.save(model.state_dict(), tmp_path / f"{name}.pt")
@@ -308,7 +300,7 @@ def test_state_of_a_model_on_a_grid_is_read_with_weights_only(tmp_path):
     code = """
 import sys, torch
 import altgrad.geometry.storage
-for name in altgrad.geometry.storage.STORAGES[1:]:
+for name in altgrad.geometry.storage.grid_storages():
     state, parts = (torch.load(f"{sys.argv[1]}/{name}.{end}", weights_only=True) for end in ("pt", "parts.pt"))
     grids = {key: grid for key, grid in state.items() if isinstance(grid, altgrad.geometry.storage.GridTensor)}
     assert len(grids) == 2 and all(torch.equal(t, parts[f"{key}.{part}"]) for key, grid in grids.items() for part, t in grid.parts().items()), name
@@ -317,7 +309,7 @@ for name in altgrad.geometry.storage.STORAGES[1:]:
     assert done.returncode == 0, done.stderr[-500:]
 
 
-@pytest.mark.parametrize("name", storage.STORAGES[1:])
+@pytest.mark.parametrize("name", storage.grid_storages())
 def test_a_loaded_model_on_a_grid_goes_on_bit_for_bit(name, tmp_path):
     model, twin = grid_model(name), grid_model(name, seed=1)
     with torch.no_grad():

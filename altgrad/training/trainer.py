@@ -29,7 +29,7 @@ from torch import nn
 from ..basics import InputError
 from ..numbers.formats import get_format
 from ..numbers.quantize import rounding_key
-from ..geometry.storage import GridTensor, grid_weights, store_on_grid
+from ..geometry.storage import STORAGES, GridTensor, grid_weights, store_on_grid
 from ..model.gpt import GPT, Classifier, label_scores, loss_from, loss_of, preset
 from ..model.parallel import agree, first, join, part, rank, total, world
 from altgrad.model.surgery import (
@@ -44,7 +44,7 @@ from ..watching.thresholds import Alarms, Alert, Event, Interventions, converged
 from altgrad.training.checkpoint import (
     MAX_ANOMALIES, load_tensors, pack_state, seed_everything, unpack_state,
 )
-from .config import HEADS, TrainConfig, build_rule, not_one_graph, one_of, words_of
+from .config import HEADS, TrainConfig, config_rule, not_one_graph, one_of, words_of
 from .data import Corpus, LabelledCorpus, load_corpus, load_labelled
 from altgrad.training.tracking import (
     MIRRORS, MetricsLog, Mirror, RunFolder, check_log, first_line, git_commit, machine, versions,
@@ -393,7 +393,7 @@ def make_optimizers(
     others = [p for p in model.parameters() if id(p) not in linear]
     optimizers: list[torch.optim.Optimizer] = [_adamw([*model.parameters()], c)]
     if c.rule != "adamw" or c.rule_lr is not None or any(isinstance(p, GridTensor) for p in ruled):
-        optimizers = [build_rule(ruled, c), _adamw(others, c)]
+        optimizers = [config_rule(ruled, c), _adamw(others, c)]
     for group in (g for o in optimizers for g in o.param_groups): group["peak"] = group["lr"]
     return optimizers
 
@@ -418,9 +418,9 @@ def make_model(
     model = Classifier(shape, labelled.pad, labelled.targets["train"].mean(0)) if labelled else GPT(shape)
     model = model.to(device)
     rounds = any((c.format, c.activation, c.gradient, c.weight_gradient, c.head, c.rules))
-    if rounds and c.storage != "fp32": _quantize(model, c)
+    if rounds and STORAGES[c.storage].quantized: _quantize(model, c)
     if c.residual_clamp is not None: clamp_outliers(model, "blocks.*.proj", c.residual_clamp)
-    if c.format is not None and c.storage not in ("fp32", "master"): store_on_grid(model, c.storage, c.seed)
+    if c.format is not None and STORAGES[c.storage].on_grid: store_on_grid(model, c.storage, c.seed)
     return model
 
 # %% ../../nbs/training/04_trainer.ipynb #c4f593ee
