@@ -8,7 +8,8 @@ from altgrad.evidence.replicas import Batches, run_arms
 from altgrad.evidence.study import build_study, contrast, effect, gain
 from altgrad.evidence.sweep import Ledger, Sweep, read_matrix
 from altgrad.geometry import optim
-from altgrad.training.trainer import Trainer, make_config
+from altgrad.training.config import make_config
+from altgrad.training.trainer import Trainer
 from tiny import TEXT
 
 MATRIX = """
