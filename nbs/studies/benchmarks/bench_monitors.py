@@ -10,7 +10,8 @@ import torch
 from altgrad.basics import write_atomic
 from altgrad.numbers.quantize import set_path
 from altgrad.model.gpt import GPT, loss_of, preset
-from altgrad.model.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
+from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
+from altgrad.model.surgery import quantize_model
 from altgrad.watching.monitors import Monitors, WeightMonitor, compiles
 from altgrad.training.tracking import git_commit, machine, versions
 from altgrad.training.trainer import TrainConfig, fast_bfloat16
