@@ -154,7 +154,8 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from altgrad.basics import InputError
 from altgrad.model.parallel import ProcessLost, first, join, part, rank, total, world
-from altgrad.model.surgery import POINTS, QuantizedLinear
+from altgrad.model.points import POINTS
+from altgrad.model.products import QuantizedLinear
 from altgrad.watching.monitors import Parcel, PointCounts
 from altgrad.training.config import make_config
 from altgrad.training.trainer import Trainer

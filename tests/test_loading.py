@@ -9,7 +9,8 @@ from torch import nn
 from altgrad.basics import InputError
 from altgrad.geometry.optim import StiffnessAdamW
 from altgrad.geometry.storage import GridTensor, store_on_grid
-from altgrad.model.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
+from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
+from altgrad.model.surgery import quantize_model
 from altgrad.training.checkpoint import load_checkpoint, save_checkpoint
 
 

@@ -16,7 +16,8 @@ from altgrad.numbers.formats import EIGHT_BIT, FORMATS
 from altgrad.geometry.manifold import FP8Manifold, first_step
 from altgrad.geometry.spacing import stiffness
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
-from altgrad.model.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
+from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
+from altgrad.model.surgery import quantize_model
 from altgrad.training.checkpoint import load_checkpoint, save_checkpoint
 
 DTYPES = (torch.float32, torch.float64)

@@ -11,9 +11,8 @@ import altgrad.numbers.quantize as Q
 from altgrad.numbers.formats import EIGHT_BIT, FORMATS
 from altgrad.geometry.storage import grid_storages, store_on_grid
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
-from altgrad.model.surgery import (
-    LayerPrecisionRule, Precision, PrecisionConfig, quantize_model, round_weight_gradients,
-)
+from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
+from altgrad.model.surgery import quantize_model, round_weight_gradients
 from altgrad.watching.monitors import (
     METRICS, GradientCounts, Monitors, Parcel, UpdateCounts, point_metrics, read_series,
     round_and_sum, rounding_sums, update_sums,

@@ -21,7 +21,8 @@ from altgrad.numbers.scaling import (
 )
 from altgrad.geometry.interchange import Codes, load_codes, load_model, model_codes, save_codes
 from altgrad.geometry.storage import make_grid_tensor, store_on_grid
-from altgrad.model.surgery import LayerPrecisionRule, Precision, PrecisionConfig, quantize_model
+from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
+from altgrad.model.surgery import quantize_model
 
 X = torch.tensor([1.0, 2.0, -3.0])
 WIDE = torch.ones(2, 2)

@@ -13,9 +13,9 @@ import torch
 
 from altgrad.basics import InputError
 from altgrad.geometry import storage
-from altgrad.geometry.catalogue import RULES, STORAGES, Rule
+from altgrad.geometry.catalogue import RULES, Rule
 from altgrad.geometry.optim import GeometryOptimizer
-from altgrad.geometry.storage import make_grid_tensor
+from altgrad.geometry.storage import STORAGES, make_grid_tensor
 from altgrad.training import config, trainer
 from altgrad.evidence import instrument
 from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, make_rule, run_arm

@@ -9,9 +9,9 @@ from torch import nn
 
 from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT
-from altgrad.model.surgery import (
-    LayerPrecisionRule, PrecisionConfig, QuantizedLinear, quantize_model,
-)
+from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
+from altgrad.model.products import QuantizedLinear
+from altgrad.model.surgery import quantize_model
 
 
 def encoder():

@@ -13,9 +13,10 @@ from altgrad.geometry.interchange import Codes, load_codes, load_model, save_cod
 from altgrad.geometry.optim import RiemannianAdamW, StiffnessAdamW
 from altgrad.geometry.spacing import code_coordinate, stiffness
 from altgrad.geometry.storage import GridTensor, grid_weights, make_grid_tensor, store_on_grid
+from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
+from altgrad.model.products import Quantized
 from altgrad.model.surgery import (
-    LayerPrecisionRule, PrecisionConfig, QuantizationReport, Quantized, quantize_model,
-    quantized_layers, quantized_weights,
+    QuantizationReport, quantize_model, quantized_layers, quantized_weights,
 )
 from altgrad.watching.monitors import Measurement, Monitors
 

@@ -296,7 +296,7 @@ VERSION = 1  # of the instrument: raised where a change alters the results of ev
 MODULES = (  # those that a run's numbers pass through
     "numbers/formats", "numbers/quantize", "numbers/scaling",
     "geometry/spacing", "geometry/storage", "geometry/optim", "geometry/catalogue",
-    "model/gpt", "model/parallel", "model/surgery",
+    "model/gpt", "model/parallel", "model/points", "model/products", "model/surgery",
     "training/data", "evidence/instrument", "evidence/replicas",
 )
 

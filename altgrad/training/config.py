@@ -25,7 +25,7 @@ from altgrad.geometry.catalogue import (
 from ..geometry.optim import PLACEMENTS
 from ..geometry.storage import STORAGES
 from ..model.gpt import preset
-from ..model.surgery import parse_rules, read_precision
+from ..model.points import parse_rules, read_precision
 from ..watching.thresholds import Interventions
 
 # %% ../../nbs/training/03_config.ipynb #100731d4

@@ -32,9 +32,10 @@ from ..numbers.quantize import rounding_key
 from ..geometry.storage import STORAGES, GridTensor, grid_weights, store_on_grid
 from ..model.gpt import GPT, Classifier, label_scores, loss_from, loss_of, preset
 from ..model.parallel import agree, first, join, part, rank, total, world
+from ..model.points import LayerPrecisionRule, PrecisionConfig, parse_rules
+from ..model.products import fast_bfloat16, multiplies_narrow
 from altgrad.model.surgery import (
-    SKIP, LayerPrecisionRule, PrecisionConfig, clamp_outliers, fast_bfloat16, multiplies_narrow,
-    parse_rules, quantize_model, quantized_layers, round_weight_gradients, rounded_once,
+    SKIP, clamp_outliers, quantize_model, quantized_layers, round_weight_gradients, rounded_once,
 )
 from altgrad.watching.monitors import (
     Measurement, Monitors, SeriesLog, WeightMonitor, bit_histogram, compiles, memory_bytes,

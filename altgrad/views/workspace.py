@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..basics import InputError
-from ..model.surgery import POINTS
+from ..model.points import POINTS
 from ..watching.monitors import METRICS
 from ..training.tracking import first_line, wandb_settings
 from ..evidence.instrument import Arm

@@ -40,9 +40,9 @@ from ..geometry.spacing import code_coordinate
 from ..geometry.storage import GridTensor
 from ..model.gpt import attention_entropy
 from ..model.parallel import largest, rank, total, world
-from altgrad.model.surgery import (
-    CLASSES, Precision, Quantized, Quantizer, quantized_layers, quantizers,
-)
+from ..model.points import Precision, Quantizer
+from ..model.products import CLASSES, Quantized
+from ..model.surgery import quantized_layers, quantizers
 
 # %% ../../nbs/watching/04_monitors.ipynb #ba46f687
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ..basics import InputError
 from ..model.gpt import loss_of
 from ..model.parallel import total, world
-from ..model.surgery import CLASSES, Quantized, high_precision
+from ..model.products import CLASSES, Quantized
+from ..model.surgery import high_precision
 from .monitors import Parcel
 
 # %% ../../nbs/watching/07_shadow.ipynb #dcc7e6a3

@@ -10,11 +10,12 @@ import torch
 from altgrad.basics import write_atomic
 from altgrad.numbers.quantize import set_path
 from altgrad.model.gpt import GPT, loss_of, preset
-from altgrad.model.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
+from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
+from altgrad.model.products import fast_bfloat16
+from altgrad.model.surgery import quantize_model
 from altgrad.watching.monitors import Monitors, WeightMonitor, compiles
-from altgrad.training.tracking import git_commit, machine, versions
 from altgrad.training.config import TrainConfig
-from altgrad.training.trainer import fast_bfloat16
+from altgrad.training.tracking import git_commit, machine, versions
 
 RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_monitors.json"
 DEFAULT = TrainConfig()

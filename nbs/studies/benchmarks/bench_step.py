@@ -18,16 +18,15 @@ from pathlib import Path
 
 import torch
 
+from altgrad.basics import write_atomic
 from altgrad.numbers import quantize
 from altgrad.model import surgery
-from altgrad.basics import write_atomic
 from altgrad.model.gpt import GPT, GPTConfig, loss_of, preset
-from altgrad.model.surgery import (
-    LayerPrecisionRule, PrecisionConfig, Quantizer, quantize_model, rounded_once,
-)
+from altgrad.model.points import LayerPrecisionRule, PrecisionConfig, Quantizer
+from altgrad.model.products import fast_bfloat16
+from altgrad.model.surgery import quantize_model, rounded_once
 from altgrad.watching.monitors import memory_bytes
 from altgrad.training.tracking import code_commit, machine, versions
-from altgrad.training.trainer import fast_bfloat16
 from bench_monitors import seconds
 from bench_quantize import add_peers_option, find_peers
 
@@ -107,7 +106,9 @@ def marked(owner: object, name: str, mark: str) -> None:
 
 def profile(step, device: str, steps: int = 5) -> dict[str, float]:
     "Milliseconds a step by part, and of everything else."
-    marked(Quantizer, "scale", "amax and scale"), marked(quantize, "_run", "rounding"), marked(surgery, "scale_of", "amax and scale")
+    marked(Quantizer, "scale", "amax and scale")
+    marked(quantize, "_run", "rounding")
+    marked(surgery, "scale_of", "amax and scale")
     for _ in range(2): step()
     with torch.profiler.profile() as seen:
         began = time.perf_counter()

@@ -17,9 +17,8 @@ from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.formats import EIGHT_BIT
 from altgrad.numbers.scaling import scale_of
 from altgrad.model.gpt import GPT, loss_of
-from altgrad.model.surgery import (
-    LayerPrecisionRule, PrecisionConfig, Quantizer, quantize_model, read_precision,
-)
+from altgrad.model.points import LayerPrecisionRule, PrecisionConfig, Quantizer, read_precision
+from altgrad.model.surgery import quantize_model
 from altgrad.training.data import get_batch
 from altgrad.evidence.instrument import (
     Arm, Bench, frozen_loss, piece_losses, ramp, validation_pieces,

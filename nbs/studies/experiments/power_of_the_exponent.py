@@ -20,7 +20,8 @@ from altgrad.numbers.choosing import profile_of, recommend_format, sqnr_db
 from altgrad.numbers.formats import EIGHT_BIT, FP8Format, get_format
 from altgrad.numbers.scaling import scale_of
 from altgrad.model.gpt import loss_of
-from altgrad.model.surgery import LayerPrecisionRule, PrecisionConfig, quantize_model
+from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
+from altgrad.model.surgery import quantize_model
 from altgrad.training.data import get_batch, load_corpus
 from altgrad.training.tracking import git_commit, machine, versions
 from altgrad.training.config import TrainConfig
