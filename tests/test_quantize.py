@@ -133,7 +133,7 @@ def test_twos_complement(path):
 
 
 def hard_inputs(fmt):
-    v = fmt._table[: fmt.last_finite + 1]
+    v = fmt.table[: fmt.last_finite + 1]
     middle = torch.cat([v, (v[1:] + v[:-1]) / 2, torch.tensor([fmt.max * 1.01, fmt.max * 2, 1e-45, 1e-39, 3e38, math.inf, math.nan])]).float()
     near = torch.cat([middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(math.inf))])
     return torch.cat([near, -near, torch.randn(1000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, 1000)])

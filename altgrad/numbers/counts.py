@@ -64,7 +64,7 @@ def _needs_histogram(stats: QuantStats) -> Tensor:
 def _finite_counts(stats: QuantStats) -> Tensor:
     "The histogram over the codes of finite values."
     counts = _needs_histogram(stats)
-    return counts[stats.fmt._table.isfinite().to(counts.device)]
+    return counts[stats.fmt.table.isfinite().to(counts.device)]
 
 def _entropy(stats: QuantStats) -> float:
     "Entropy in bits of the codes in use; 0 for none."
@@ -74,7 +74,7 @@ def _entropy(stats: QuantStats) -> float:
 
 def _octaves(stats: QuantStats) -> float | None:
     "Octaves between the smallest and the largest non-zero magnitude in use; None if there is none."
-    magnitude = stats.fmt._table.abs().to(stats.amax.device)[_needs_histogram(stats) > 0]
+    magnitude = stats.fmt.table.abs().to(stats.amax.device)[_needs_histogram(stats) > 0]
     magnitude = magnitude[magnitude.isfinite() & (magnitude > 0)]
     return (magnitude.max().log2() - magnitude.min().log2()).item() if len(magnitude) else None
 
@@ -99,7 +99,7 @@ def _html(stats: QuantStats) -> str:
     if stats.histogram is None: return html_card(f"QuantStats of {stats.fmt.name}", facts)
     facts |= {"entropy": f"{stats.entropy_bits:.2f} of {stats.fmt.bits} bits", "dead codes": stats.dead_codes,
               "range in use": show(stats.range_used_octaves, ".1f") + " octaves"}
-    counts = stats.histogram.cpu().double()[stats.fmt._table.argsort(stable=True)]  # NaN, if there is one, comes last
+    counts = stats.histogram.cpu().double()[stats.fmt.table.argsort(stable=True)]  # NaN, if there is one, comes last
     bars = counts.view(-1, max(1, len(counts) // 256)).sum(1)
     heights = (bars / bars.max().clamp(min=1)).tolist()
     return html_card(f"QuantStats of {stats.fmt.name}", facts, svg_bars(heights, COLORS.get(stats.fmt.name, "currentColor")))
@@ -108,8 +108,8 @@ def _html(stats: QuantStats) -> str:
 @cache
 def _bin_codes(fmt: FP8Format, device: torch.device) -> Tensor:
     "The code of each bin: magnitudes 0 to `magnitudes` (the last is infinity), first with sign 0, then 1; bins that cannot occur go to code 0."
-    v = torch.cat([fmt._table[: fmt.last_finite + 1], torch.full((fmt.magnitudes - fmt.last_finite,), torch.inf, dtype=torch.float64)])
-    code = dict(zip(fmt._table.tolist(), range(2**fmt.bits)))
+    v = torch.cat([fmt.table[: fmt.last_finite + 1], torch.full((fmt.magnitudes - fmt.last_finite,), torch.inf, dtype=torch.float64)])
+    code = dict(zip(fmt.table.tolist(), range(2**fmt.bits)))
     code[0.0] = 0
     negative = [code.get(-a, 0) if a else fmt.code_minus_zero or 0 for a in v.tolist()]
     if fmt.twos_complement: negative[fmt.magnitudes] = fmt.code_min

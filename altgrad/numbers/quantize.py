@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..basics import COLORS, InputError, unknown
 from altgrad.numbers.formats import (
-    EIGHT_BIT, FORMATS, PRECISION, FP8Format, _check_float, _is_dense, _is_whole, _kind, _spec,
+    EIGHT_BIT, FORMATS, PRECISION, FP8Format, check_float, is_dense, is_whole, kind_of, spec_of,
     get_format, unit_in_first_place,
 )
 
@@ -450,7 +450,7 @@ def _estimate(x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP
     transformed = plain and torch._C._are_functorch_transforms_active()
     if plain and not transformed and not (x.requires_grad and torch.is_grad_enabled()): return _run(x, scale, key, fmt, *how[:-1])
     if isinstance(key, int): key = torch.tensor(key, dtype=torch.int64, device=x.device)
-    return (_Estimator.apply if plain else _operator)(x, scale, key, _spec(fmt), *how)
+    return (_Estimator.apply if plain else _operator)(x, scale, key, spec_of(fmt), *how)
 
 # %% ../../nbs/numbers/01_quantize.ipynb #2d3fb8e7
 def _as_scale(scale: Tensor | float, x: Tensor) -> Tensor | None:
@@ -465,8 +465,8 @@ def _as_scale(scale: Tensor | float, x: Tensor) -> Tensor | None:
     try: fits = not scale.dim() or torch.broadcast_shapes(scale.shape, x.shape) == x.shape
     except RuntimeError: fits = False
     if not fits: raise InputError(f"a scale of shape {tuple(scale.shape)} does not broadcast to {tuple(x.shape)}")
-    if not _is_dense(scale) or scale.is_complex() or scale.dtype == torch.bool:
-        raise InputError(f"a scale is a positive number or a dense tensor of them, not {_kind(scale)}")
+    if not is_dense(scale) or scale.is_complex() or scale.dtype == torch.bool:
+        raise InputError(f"a scale is a positive number or a dense tensor of them, not {kind_of(scale)}")
     return scale.detach().to(x.device, wide)
 
 GRADIENTS = ("straight_through", "clipped")
@@ -477,12 +477,12 @@ def _check(x: Tensor, fmt: FP8Format, rounding: str, overflow: str, key: int | T
     if overflow not in OVERFLOW: raise unknown("overflow", overflow, OVERFLOW)
     if gradient not in GRADIENTS: raise unknown("gradient", gradient, GRADIENTS)
     if overflow == "special" and fmt.specials == "none": raise InputError(f"{fmt.name} has neither infinity nor NaN; allowed overflow: saturate, raise")
-    _check_float(x, "rounding")
+    check_float(x, "rounding")
     if (rounding == "stochastic") != (key is not None): raise InputError("stochastic rounding, and only that, takes a key")
-    usable = key is None or _is_whole(key, -2**63, 2**63 - 1)
+    usable = key is None or is_whole(key, -2**63, 2**63 - 1)
     if isinstance(key, Tensor): usable = key.dtype == torch.int64 and not key.dim()
     if not usable: raise InputError(f"a key is an int of 64 bits or an int64 tensor of no dimensions, not {key!r}")
-    if not _is_whole(random_bits, 1, 24): raise InputError(f"random_bits must be a whole number from 1 to 24, not {random_bits!r}")
+    if not is_whole(random_bits, 1, 24): raise InputError(f"random_bits must be a whole number from 1 to 24, not {random_bits!r}")
 
 # %% ../../nbs/numbers/01_quantize.ipynb #9f2f1b4d
 def fake_quantize(
@@ -523,7 +523,7 @@ def dequantize(
     scale: Tensor | float = 1.0,  # what `quantize` divided by, broadcastable to `q`; gets no gradient
 ) -> Tensor:  # shape and dtype of `q`
     "`q * scale`, rounded once to the dtype of `q`; the gradient is multiplied by the scale."
-    _check_float(q, "dequantize")
+    check_float(q, "dequantize")
     factor = _as_scale(scale, q)
     if factor is not None and _is_readable(factor): _check_scale(factor)
     return q if factor is None else (q.to(factor.dtype) * factor).to(q.dtype)

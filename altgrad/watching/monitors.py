@@ -331,7 +331,7 @@ def histogram_metrics(
     fmt: FP8Format,
 ) -> dict[str, float]:
     "The metrics of `QUANTIZATION` that follow from a histogram; of a format of 8 bits or fewer."
-    value = fmt._table.numpy()
+    value = fmt.table.numpy()
     magnitude, finite = np.abs(value), np.isfinite(value)
     p = counts[counts > 0] / max(1, counts.sum())
     used = magnitude[(counts > 0) & finite & (magnitude > 0)]
