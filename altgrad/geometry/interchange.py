@@ -24,7 +24,8 @@ from ..basics import InputError, write_atomic
 from altgrad.numbers.formats import (
     FP8Format, check_bits, check_float, is_whole, kind_of, get_format,
 )
-from ..numbers.quantize import _check_scale, fake_quantize
+from ..numbers.kernels import check_scale
+from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import scale_of, spread
 from .storage import GridTensor
 
@@ -84,7 +85,7 @@ def _check_scales(c: Codes) -> None:
         if not is_whole(c.block, 1): raise InputError(f"a block is None or a whole number from 1, not {c.block!r}")
         fits = bool(shape) and c.scale.shape == (*shape[:-1], -(-shape[-1] // c.block))
     if not fits: raise InputError(f"scales {tuple(c.scale.shape)} do not fit codes {shape} in blocks of {c.block}")
-    _check_scale(c.scale.cpu())
+    check_scale(c.scale.cpu())
 
 def _check_codes(c: Codes) -> None:
     "InputError unless codes, format and scales belong together."

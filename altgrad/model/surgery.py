@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format, signed_format
-from ..numbers.quantize import CHUNK, ROUNDING, _is_plain, fake_quantize, rounding_key
+from ..numbers.kernels import CHUNK, is_plain
+from ..numbers.quantize import ROUNDING, fake_quantize, rounding_key
 from altgrad.numbers.scaling import (
     AmaxAverage, AmaxFirst, AmaxHistory, Scaling, amax_of, compute_scale, scale_of,
 )
@@ -178,7 +179,7 @@ def _narrow_products() -> Iterator[None]:
 
 def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
     "Whether the product of a layer's rounded input and weight may take them for bfloat16."
-    if torch._C._are_functorch_transforms_active() or not (torch.compiler.is_dynamo_compiling() or _is_plain(x, w)): return False
+    if torch._C._are_functorch_transforms_active() or not (torch.compiler.is_dynamo_compiling() or is_plain(x, w)): return False
     if not x.dtype == w.dtype == torch.float32: return False
     if x.device.type != "cpu" or not x.numel() or not w.numel() or torch.is_autocast_enabled("cpu"): return False
     return _HAS_SWITCH and _has_narrow_factors(layer)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..basics import COLORS, InputError, unknown
 from .formats import FP8Format, check_float, is_whole, get_format, power_of_two
-from .quantize import _is_readable, fake_quantize
+from .kernels import is_readable
+from .quantize import fake_quantize
 
 # %% ../../nbs/numbers/04_scaling.ipynb #78e4d6ba
 WIDE = 2.0**16  # a format with a larger max gets amax in [1, 2) instead of at its max
@@ -54,7 +55,7 @@ def compute_scale(
     "The smallest power of two, or number, that brings `amax / scale` to at most `fmt.max`; for a max beyond 2^16 into [1, 2), or to 1."
     if kind not in KINDS: raise unknown("kind of scale", kind, KINDS)
     check_float(amax, "compute_scale")
-    if kind == "power_of_two" and not amax.dim() and _is_readable(amax): return _scale_of_number(amax.item(), get_format(fmt))
+    if kind == "power_of_two" and not amax.dim() and is_readable(amax): return _scale_of_number(amax.item(), get_format(fmt))
     usable = amax.isfinite() & (amax > 0)
     amax = torch.where(usable, amax, 1.0)
     scale = (_power_of_two_scale if kind == "power_of_two" else _exact_scale)(amax, get_format(fmt))
