@@ -26,7 +26,8 @@ from torch import Tensor
 from altgrad.basics import write_atomic
 from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.formats import EIGHT_BIT, encode, get_format
-from altgrad.numbers.quantize import fake_quantize, rounding_key, uniform
+from altgrad.numbers.kernels import rounding_key, uniform
+from altgrad.numbers.quantize import fake_quantize
 from altgrad.geometry.storage import grid_storages, make_grid_tensor
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.training.experiment import find_config

@@ -21,15 +21,17 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from altgrad.numbers import quantize
 from altgrad.basics import write_atomic
+from altgrad.numbers import quantize
 from altgrad.numbers.formats import EIGHT_BIT, FP8Format, get_format
-from altgrad.numbers.quantize import fake_quantize, rounding_key
+from altgrad.numbers.kernels import rounding_key
+from altgrad.numbers.quantize import fake_quantize
 from altgrad.training.tracking import code_commit, machine, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "nbs/results/verify.json"
-JUDGES = (".ci/verify.py", "altgrad/numbers/formats.py", "altgrad/numbers/quantize.py")  # a stored result is kept while these files are what they were
+JUDGES = (".ci/verify.py", "altgrad/numbers/formats.py", "altgrad/numbers/quantize.py",
+          "altgrad/numbers/kernels.py")  # a stored result is kept while these files are what they were
 OCP = ("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn", "mxint8", "float8_e8m0fnu")
 FORMATS = EIGHT_BIT + OCP
 ROUNDINGS = ("nearest", "toward_zero", "up", "down", "away")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-import altgrad.numbers.quantize as Q
+import altgrad.numbers.kernels as K
 from altgrad.numbers.formats import EIGHT_BIT, FORMATS
 from altgrad.geometry.storage import grid_storages, store_on_grid
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
@@ -118,7 +118,7 @@ def test_names_are_paths_of_the_registry():
 @pytest.mark.skipif(OLD_TORCH, reason="in torch 2.8 numbers that are known are unknown too where tensors are fake")
 def test_nothing_in_a_step_waits_for_the_device():
     "A fake tensor has no values: asking for one raises. The eager passes ask for none until the parcel is opened."
-    before = Q.set_path("eager")
+    before = K.set_path("eager")
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             layer = nn.Linear(32, 16, bias=False)
@@ -130,7 +130,7 @@ def test_nothing_in_a_step_waits_for_the_device():
             updates.start(), gradients.measure(parcel), updates.stop(parcel)
             assert len(parcel.parts) == 3
             with pytest.raises(DataDependentOutputException): x.sum().item()
-    finally: Q.set_path(before)
+    finally: K.set_path(before)
 
 
 def test_a_run_is_watched_from_config_to_files(tmp_path):

@@ -12,7 +12,8 @@ import torch
 from gfloat import RoundMode
 
 from altgrad.numbers.formats import FORMATS, get_format
-from altgrad.numbers.quantize import ROUNDING, fake_quantize
+from altgrad.numbers.kernels import ROUNDING
+from altgrad.numbers.quantize import fake_quantize
 from old import OLD_TORCH
 
 MODES = tuple(mode for mode in ROUNDING if mode != "stochastic")

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-import altgrad.numbers.quantize as Q
+import altgrad.numbers.kernels as K
 from altgrad.basics import InputError
 from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.formats import FORMATS, FP8Format
-from altgrad.numbers.quantize import (
-    ROUNDING, dequantize, fake_quantize, quantize, rounding_key, set_path, uniform,
-)
+from altgrad.numbers.kernels import ROUNDING, rounding_key, set_path, uniform
+from altgrad.numbers.quantize import dequantize, fake_quantize, quantize
 
 DETERMINISTIC = [mode for mode in ROUNDING if mode != "stochastic"]
 
@@ -25,7 +24,7 @@ def path(request):
     "Runs a test once for each path."
     before = set_path(request.param)
     yield request.param
-    broken = Q._state["broken"]
+    broken = K.state["broken"]
     set_path(before)
     if broken and request.param == "compiled": pytest.fail("the compiled path fell back to eager")
 
@@ -133,7 +132,7 @@ def test_twos_complement(path):
 
 
 def hard_inputs(fmt):
-    v = fmt._table[: fmt.last_finite + 1]
+    v = fmt.table[: fmt.last_finite + 1]
     middle = torch.cat([v, (v[1:] + v[:-1]) / 2, torch.tensor([fmt.max * 1.01, fmt.max * 2, 1e-45, 1e-39, 3e38, math.inf, math.nan])]).float()
     near = torch.cat([middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(math.inf))])
     return torch.cat([near, -near, torch.randn(1000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, 1000)])
@@ -149,7 +148,7 @@ def test_compiled_equals_eager(mode, overflow):
         for path in ("eager", "compiled"):
             before = set_path(path)
             results.append(fake_quantize(x, fmt, 0.37, rounding=mode, overflow=overflow, key=key))
-            assert not Q._state["broken"]
+            assert not K.state["broken"]
             set_path(before)
         a, b = results
         if fmt.code_minus_zero is None: a, b = a.nan_to_num(7e7), b.nan_to_num(7e7)  # a NaN's sign is no result there
@@ -205,7 +204,7 @@ def test_operator_and_bypass_have_the_same_gradient():
     for gradient in ("straight_through", "clipped"):
         for multiply in (True, False):
             grads = []
-            for call in (torch.ops.altgrad.fake_quantize, Q._Estimator.apply):
+            for call in (torch.ops.altgrad.fake_quantize, K._Estimator.apply):
                 leaf = x.clone().requires_grad_()
                 call(leaf, torch.tensor(1.0), None, "E4M3b7fn", "nearest", "saturate", 24, 0, multiply, gradient).sum().backward()
                 grads.append(leaf.grad)
@@ -224,7 +223,7 @@ def test_compiled_training_step_has_one_graph_for_all_keys():
 
 def test_one_kernel_serves_formats_lengths_and_scales():
     before = set_path("compiled")
-    Q._compiled.cache_clear()
+    K._compiled.cache_clear()
     counts = torch._dynamo.utils.counters
     counts.clear()
     for n, name, scale in ((1000, "E4M3", 0.3), (2000, "E2M5", 0.7), (777, "E0M7", 0.9), (5000, "E5M2", 1.3)): fake_quantize(torch.randn(n), name, scale)
@@ -264,15 +263,15 @@ def test_unregistered_format_travels_through_the_operator():
 
 
 def test_auto_compiles_for_large_tensors_after_many(monkeypatch):
-    monkeypatch.setattr(Q, "_FROM", 1000)
-    monkeypatch.setattr(Q, "_AFTER", {"cpu": 2500, "cuda": 0})
-    monkeypatch.setitem(Q._state, "rounded", 0)
+    monkeypatch.setattr(K, "_FROM", 1000)
+    monkeypatch.setattr(K, "_AFTER", {"cpu": 2500, "cuda": 0})
+    monkeypatch.setitem(K.state, "rounded", 0)
     before = set_path("auto")
     try:
         for n in (999, 1000, 999, 1500, 999):
-            assert not Q._worth_compiling(torch.empty(n))
+            assert not K.worth_compiling(torch.empty(n))
             fake_quantize(torch.zeros(n), "E4M3")
-        assert Q._worth_compiling(torch.empty(1000)) and not Q._worth_compiling(torch.empty(999)) and not Q._worth_compiling(torch.empty(2000, device="meta"))
+        assert K.worth_compiling(torch.empty(1000)) and not K.worth_compiling(torch.empty(999)) and not K.worth_compiling(torch.empty(2000, device="meta"))
     finally: set_path(before)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -15,7 +15,8 @@ from altgrad.basics import MESSAGE, InputError, one_line, unknown
 from altgrad.numbers.choosing import best_scale, profile_of, recommend_format
 from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.formats import FORMATS, FP8Format, get_format
-from altgrad.numbers.quantize import dequantize, fake_quantize, quantize, rounding_key
+from altgrad.numbers.kernels import rounding_key
+from altgrad.numbers.quantize import dequantize, fake_quantize, quantize
 from altgrad.numbers.scaling import (
     AmaxAverage, AmaxHistory, Scaling, amax_of, compute_scale, mx_scale, scale_of,
 )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from altgrad.numbers.formats import get_format
-from altgrad.numbers.quantize import fake_quantize, set_path
+from altgrad.numbers.kernels import set_path
+from altgrad.numbers.quantize import fake_quantize
 
 SCRIPT = Path(__file__).resolve().parent.parent / ".ci/verify.py"
 spec = importlib.util.spec_from_file_location("verify", SCRIPT)

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import sweep
 from ..basics import InputError
 from ..numbers.formats import FP8Format, get_format
-from ..numbers.quantize import _EXPONENT, _batch_noise, _first_bits, rounding_key
+from ..numbers.kernels import EXPONENT_BITS, batch_noise, first_bits, rounding_key
 from ..numbers.scaling import compute_scale
 from ..geometry.catalogue import RULES, get_rule
 from ..geometry.optim import Grids, stiffness_numbers
@@ -53,7 +53,7 @@ def facts_of(
     "The facts of formats as columns."
     column = lambda values, dtype=like.dtype: torch.tensor(values, dtype=dtype, device=like.device).view(-1, 1)
     top, exponent = torch.frexp(torch.tensor([f.max for f in formats], dtype=torch.float64))
-    whole = _EXPONENT[like.dtype][0]
+    whole = EXPONENT_BITS[like.dtype][0]
     return Facts(column([2.0**-f.mantissa_bits for f in formats]), column([f.min_spacing for f in formats]), column([f.max for f in formats]),
                  column(top.tolist(), torch.float64), column(exponent.tolist(), torch.int32), column([int(not f.mantissa_bits) for f in formats], whole))
 
@@ -66,9 +66,9 @@ def round_rows(
 ) -> Tensor:
     "Each row rounded to its own format, larger values to the largest: `fake_quantize` for many formats at once."
     a = z.abs().minimum(f.max)
-    u = (_first_bits(a) * f.unit).maximum(f.spacing)
+    u = (first_bits(a) * f.unit).maximum(f.spacing)
     k, bits = a / u, torch.finfo(z.dtype).bits
-    whole, mantissa = _EXPONENT[z.dtype][0], {32: 23, 64: 52}[bits]
+    whole, mantissa = EXPONENT_BITS[z.dtype][0], {32: 23, 64: 52}[bits]
     odd = (u.view(whole) - f.spacing.view(whole)) >> mantissa & f.powers
     steps = (k - odd).round() + odd
     if noise is not None:
@@ -197,7 +197,7 @@ class _Updated(_Batch):
             proposed.append(self.move(w, g, self.moments[l], numbers, grids[:, l], self.limits[l]))
             new, scale = proposed[l], self.scale[:, l : l + 1]
             if self.any_grid:
-                noise = _batch_noise(new, keys[:, l], 1, 24) if self.any_chance else None
+                noise = batch_noise(new, keys[:, l], 1, 24) if self.any_chance else None
                 new, scale = self.store(new, w, scale, self.facts, self.on_grid, self.by_chance, noise)
             stored.append(torch.where(self.alive, new, w))
             scales.append(scale)

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from ..basics import InputError, write_atomic
 from altgrad.numbers.formats import (
-    FP8Format, _check_bits, _check_float, _is_whole, _kind, get_format,
+    FP8Format, check_bits, check_float, is_whole, kind_of, get_format,
 )
-from ..numbers.quantize import _check_scale, fake_quantize
+from ..numbers.kernels import check_scale
+from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import scale_of, spread
 from .storage import GridTensor
 
@@ -75,23 +76,23 @@ class Codes:
 # %% ../../nbs/geometry/05_interchange.ipynb #78bd0425
 def _check_scales(c: Codes) -> None:
     "InputError unless the scales are positive and finite, and there is one for each element."
-    _check_float(c.scale, "a scale")
+    check_float(c.scale, "a scale")
     shape = tuple(c.codes.shape)
     if c.block is None:
         try: fits = torch.broadcast_shapes(c.scale.shape, shape) == shape
         except RuntimeError: fits = False
     else:
-        if not _is_whole(c.block, 1): raise InputError(f"a block is None or a whole number from 1, not {c.block!r}")
+        if not is_whole(c.block, 1): raise InputError(f"a block is None or a whole number from 1, not {c.block!r}")
         fits = bool(shape) and c.scale.shape == (*shape[:-1], -(-shape[-1] // c.block))
     if not fits: raise InputError(f"scales {tuple(c.scale.shape)} do not fit codes {shape} in blocks of {c.block}")
-    _check_scale(c.scale.cpu())
+    check_scale(c.scale.cpu())
 
 def _check_codes(c: Codes) -> None:
     "InputError unless codes, format and scales belong together."
     if not isinstance(c.fmt, FP8Format): raise InputError(f"the format of codes is an FP8Format, not {c.fmt!r}")
     dtype = torch_dtype(c.fmt) or c.fmt.code_dtype
-    if _kind(c.codes) != str(dtype): raise InputError(f"codes of {c.fmt.name} are {dtype}, not {_kind(c.codes)}")
-    if not dtype.is_floating_point: _check_bits(c.fmt, c.codes)
+    if kind_of(c.codes) != str(dtype): raise InputError(f"codes of {c.fmt.name} are {dtype}, not {kind_of(c.codes)}")
+    if not dtype.is_floating_point: check_bits(c.fmt, c.codes)
     _check_scales(c)
 
 def _packed(bits: Tensor, fmt: FP8Format) -> Tensor:
@@ -137,7 +138,7 @@ def _flat(state: Mapping[str, Codes | Tensor]) -> dict[str, Tensor]:
             if not isinstance(key, str) or key == "__metadata__":
                 raise InputError(f"a tensor's name is a text other than __metadata__, not {key!r}")
             if key in flat: raise InputError(f"two tensors would be called {key}: one name must change")
-            if _kind(tensor) not in _HELD: raise InputError(f"{key}: a file holds Codes and dense tensors of numbers, not {_kind(tensor)}")
+            if kind_of(tensor) not in _HELD: raise InputError(f"{key}: a file holds Codes and dense tensors of numbers, not {kind_of(tensor)}")
             flat[key] = tensor.detach().clone(memory_format=torch.contiguous_format)  # safetensors refuses shared memory
     return flat
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format
-from ..numbers.quantize import rounding_key, uniform
+from ..numbers.kernels import rounding_key, uniform
 from ..numbers.scaling import compute_scale
 from altgrad.geometry.spacing import (
     STEPPED, LineNumbers, check_sign_magnitude, floor_at, formula_numbers, from_line, line_numbers,

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..basics import InputError, unknown
-from ..numbers.formats import FP8Format, _check_float, get_format, ulp
-from ..numbers.quantize import fake_quantize, rounding_key, uniform
+from ..numbers.formats import FP8Format, check_float, get_format, ulp
+from ..numbers.kernels import rounding_key, uniform
+from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import compute_scale
 from .spacing import code_coordinate
 
@@ -224,7 +225,7 @@ def make_grid_tensor(
     if storage not in grid_storages(): raise unknown("grid storage", storage, grid_storages())
     kind = STORAGES[storage]
     fmt = get_format(kind.fmt or fmt)
-    _check_float(w, "a grid")
+    check_float(w, "a grid")
     w = w.detach() if w.dtype == torch.float64 else w.detach().float()
     scale = torch.ones((), device=w.device) if kind.fmt else compute_scale(w.abs().amax(), fmt)
     scale = scale.to(w.dtype)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format, signed_format
-from ..numbers.quantize import ROUNDING, fake_quantize, rounding_key
+from ..numbers.kernels import ROUNDING, rounding_key
+from ..numbers.quantize import fake_quantize
 from altgrad.numbers.scaling import (
     AmaxAverage, AmaxFirst, AmaxHistory, Scaling, amax_of, compute_scale, scale_of,
 )

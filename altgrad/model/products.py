@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..basics import InputError
 from ..numbers.formats import FP8Format
-from ..numbers.quantize import _is_plain
+from ..numbers.kernels import is_plain
 from ..geometry.storage import GridTensor
 from .points import PARTED, POINTS, Quantizer, read_precision
 
@@ -54,7 +54,7 @@ def _has_narrow_factors(layer: "QuantizedLinear") -> bool:
 def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
     "Whether the product of a layer's rounded input and weight may take them for bfloat16."
     if torch._C._are_functorch_transforms_active(): return False
-    if not (torch.compiler.is_dynamo_compiling() or _is_plain(x, w)): return False
+    if not (torch.compiler.is_dynamo_compiling() or is_plain(x, w)): return False
     if not x.dtype == w.dtype == torch.float32: return False
     if x.device.type != "cpu" or not x.numel() or not w.numel(): return False
     if torch.is_autocast_enabled("cpu"): return False

@@ -18,7 +18,8 @@ from torch import nn
 
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format
-from ..numbers.quantize import CHUNK, fake_quantize
+from ..numbers.kernels import CHUNK
+from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import compute_scale, scale_of
 from ..geometry.storage import GridTensor
 from .parallel import total, world

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..basics import COLORS, InputError, unknown
-from .formats import EIGHT_BIT, FP8Format, _check_float, _is_whole, get_format
+from .formats import EIGHT_BIT, FP8Format, check_float, is_whole, get_format
 from .quantize import fake_quantize
 from .scaling import compute_scale
 
@@ -43,7 +43,7 @@ def _tails(kurtosis: float) -> str:
 # %% ../../nbs/numbers/05_choosing.ipynb #171fdbf8
 def _checked(x: Tensor) -> Tensor:
     "The elements as float64; InputError where there is nothing to measure."
-    _check_float(x, "choosing a format")
+    check_float(x, "choosing a format")
     x = x.detach().flatten().double()
     if not x.isfinite().all(): raise InputError("takes a tensor without NaN or infinity")
     if not x.any(): raise InputError("takes a tensor with a nonzero element")
@@ -188,7 +188,7 @@ def recommend_format(
     "Ranks formats by the SQNR that each reaches on `x` under one scale for the tensor, the best it has; InputError where there is nothing to measure."
     formats = [get_format(fmt) for fmt in formats]
     if not formats: raise InputError("recommend_format takes at least one format")
-    if not _is_whole(sample, 1): raise InputError(f"sample must be a whole number from 1, not {sample!r}")
+    if not is_whole(sample, 1): raise InputError(f"sample must be a whole number from 1, not {sample!r}")
     whole = _checked(x)
     whole = whole[whole != 0]  # zeros are exact in every format
     if len(whole) > sample:

@@ -14,9 +14,10 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor
 
-import altgrad.numbers.quantize as Q
+import altgrad.numbers.kernels as K
 from ..basics import COLORS, InputError, html_card, svg_bars
 from .formats import FP8Format, get_format, unit_in_first_place
+from .quantize import fake_quantize
 
 # %% ../../nbs/numbers/03_counts.ipynb #b528052e
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _needs_histogram(stats: QuantStats) -> Tensor:
 def _finite_counts(stats: QuantStats) -> Tensor:
     "The histogram over the codes of finite values."
     counts = _needs_histogram(stats)
-    return counts[stats.fmt._table.isfinite().to(counts.device)]
+    return counts[stats.fmt.table.isfinite().to(counts.device)]
 
 def _entropy(stats: QuantStats) -> float:
     "Entropy in bits of the codes in use; 0 for none."
@@ -74,7 +75,7 @@ def _entropy(stats: QuantStats) -> float:
 
 def _octaves(stats: QuantStats) -> float | None:
     "Octaves between the smallest and the largest non-zero magnitude in use; None if there is none."
-    magnitude = stats.fmt._table.abs().to(stats.amax.device)[_needs_histogram(stats) > 0]
+    magnitude = stats.fmt.table.abs().to(stats.amax.device)[_needs_histogram(stats) > 0]
     magnitude = magnitude[magnitude.isfinite() & (magnitude > 0)]
     return (magnitude.max().log2() - magnitude.min().log2()).item() if len(magnitude) else None
 
@@ -99,7 +100,7 @@ def _html(stats: QuantStats) -> str:
     if stats.histogram is None: return html_card(f"QuantStats of {stats.fmt.name}", facts)
     facts |= {"entropy": f"{stats.entropy_bits:.2f} of {stats.fmt.bits} bits", "dead codes": stats.dead_codes,
               "range in use": show(stats.range_used_octaves, ".1f") + " octaves"}
-    counts = stats.histogram.cpu().double()[stats.fmt._table.argsort(stable=True)]  # NaN, if there is one, comes last
+    counts = stats.histogram.cpu().double()[stats.fmt.table.argsort(stable=True)]  # NaN, if there is one, comes last
     bars = counts.view(-1, max(1, len(counts) // 256)).sum(1)
     heights = (bars / bars.max().clamp(min=1)).tolist()
     return html_card(f"QuantStats of {stats.fmt.name}", facts, svg_bars(heights, COLORS.get(stats.fmt.name, "currentColor")))
@@ -108,8 +109,8 @@ def _html(stats: QuantStats) -> str:
 @cache
 def _bin_codes(fmt: FP8Format, device: torch.device) -> Tensor:
     "The code of each bin: magnitudes 0 to `magnitudes` (the last is infinity), first with sign 0, then 1; bins that cannot occur go to code 0."
-    v = torch.cat([fmt._table[: fmt.last_finite + 1], torch.full((fmt.magnitudes - fmt.last_finite,), torch.inf, dtype=torch.float64)])
-    code = dict(zip(fmt._table.tolist(), range(2**fmt.bits)))
+    v = torch.cat([fmt.table[: fmt.last_finite + 1], torch.full((fmt.magnitudes - fmt.last_finite,), torch.inf, dtype=torch.float64)])
+    code = dict(zip(fmt.table.tolist(), range(2**fmt.bits)))
     code[0.0] = 0
     negative = [code.get(-a, 0) if a else fmt.code_minus_zero or 0 for a in v.tolist()]
     if fmt.twos_complement: negative[fmt.magnitudes] = fmt.code_min
@@ -140,10 +141,10 @@ def _count_bins(bins: Tensor, n: int) -> Tensor:
     return torch.zeros(n, dtype=torch.int64, device=bins.device).index_add_(0, bins.flatten().long(), torch.ones_like(bins.flatten(), dtype=torch.int64))
 
 # %% ../../nbs/numbers/03_counts.ipynb #a1d3b498
-def _measure(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, noise: Tensor | None, first: Callable, sums: Callable,
+def _measure(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How, noise: Tensor | None, first: Callable, sums: Callable,
              layout: _Layout | None) -> tuple[Tensor, Tensor | None, Tensor]:
     "The result, the bins if a layout is given, and `sums`."
-    q = Q._kernel(x, scale, inverse, g, how, noise, first)
+    q = K.kernel(x, scale, inverse, g, how, noise, first)
     y = q if how.scaling == "none" else q * scale
     wide = x.to(q.dtype)
     z = wide if how.scaling == "none" else wide / scale if how.scaling == "divide" else wide * inverse
@@ -153,7 +154,7 @@ def _measure(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid
     return y, None if layout is None else _bins(q, layout), torch.stack(sums(wide, y, z, g))
 
 # %% ../../nbs/numbers/03_counts.ipynb #61e62c21
-def _sums(x: Tensor, y: Tensor, z: Tensor, g: Q._Grid) -> tuple[Tensor, ...]:
+def _sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     "Overflow, underflow, NaN, inf, squared error, squares and amax, all float64."
     count = lambda which: torch.count_nonzero(which).double()
     finite = x.nan_to_num(0.0, 0.0, 0.0)
@@ -163,7 +164,7 @@ def _sums(x: Tensor, y: Tensor, z: Tensor, g: Q._Grid) -> tuple[Tensor, ...]:
     squares = lambda t: t.double().square_().sum()
     return beyond, count((y == 0).logical_and_(x != 0)), nan, inf, squares((x - y).nan_to_num_(0.0, 0.0, 0.0)), squares(finite), finite.abs().amax().double()
 
-def _fused_sums(x: Tensor, y: Tensor, z: Tensor, g: Q._Grid) -> tuple[Tensor, ...]:
+def _fused_sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     "The same for a compiler."
     count = lambda which: which.float().sum().double()
     magnitude, size = x.abs(), z.abs()
@@ -173,7 +174,7 @@ def _fused_sums(x: Tensor, y: Tensor, z: Tensor, g: Q._Grid) -> tuple[Tensor, ..
     return (count(((z > g.max) | (z < g.min)) & (size < torch.inf)), count((y == 0) & (x != 0)), count(magnitude != magnitude), count(magnitude == torch.inf),
             (error * error).sum(), (signal * signal).sum(), torch.where(finite, magnitude, 0.0).amax().double())
 
-def _finite_sums(x: Tensor, y: Tensor, z: Tensor, g: Q._Grid) -> tuple[Tensor, ...]:
+def _finite_sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     "The same if x, y and z are finite; else a sum is not."
     count = lambda which: which.to(torch.int32).sum(dtype=torch.int32).double()
     error, signal, none = (x - y).double(), x.double(), torch.zeros((), dtype=torch.float64)
@@ -181,18 +182,18 @@ def _finite_sums(x: Tensor, y: Tensor, z: Tensor, g: Q._Grid) -> tuple[Tensor, .
 
 # %% ../../nbs/numbers/03_counts.ipynb #3d33566f
 @cache
-def _compiled(how: Q._How, device: str, codes: bool) -> Callable:
+def _compiled(how: K.How, device: str, codes: bool) -> Callable:
     "`_measure` in one pass that writes the result in place."
     sums = _finite_sums if device == "cpu" else _fused_sums
 
     def kernel(x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Tensor, factor: Tensor, places: Tensor) -> tuple:
         layout = _Layout(factor, *places.unbind()) if codes else None
-        y, bins, found = _measure(x, scale, inverse, Q._Grid(*numbers.unbind()), how, None, unit_in_first_place, sums, layout)
+        y, bins, found = _measure(x, scale, inverse, K.Grid(*numbers.unbind()), how, None, unit_in_first_place, sums, layout)
         out.copy_(y)
         return bins, found
 
     own = FunctionType(kernel.__code__.replace(co_name=f"measure_{how.rounding}"), kernel.__globals__, closure=kernel.__closure__)
-    return torch.compile(own, fullgraph=True, dynamic=True, options=Q._STRICT[device])
+    return torch.compile(own, fullgraph=True, dynamic=True, options=K.STRICT[device])
 
 def _is_finite(found: Tensor, scale: Tensor | None, largest: float) -> bool:
     "Whether `_finite_sums` are right, of quotients that stay below `largest`; always on a device that must not wait."
@@ -202,24 +203,24 @@ def _is_finite(found: Tensor, scale: Tensor | None, largest: float) -> bool:
 # %% ../../nbs/numbers/03_counts.ipynb #29701c36
 PIECE = 1 << 20  # elements a compiled kernel takes at a time
 
-def _pieces(x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, words: tuple | None, fmt: FP8Format | None):
+def _pieces(x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How, words: tuple | None, fmt: FP8Format | None):
     "Writes the result to `out`; yields the bins if a format is given and the sums, piece by piece of the first dimension."
-    compiled = words is None and Q._worth_compiling(x)
+    compiled = words is None and K.worth_compiling(x)
     row = x.numel() // len(x)
-    step = len(x) if x.device.type != "cpu" else max(1, (PIECE if compiled else Q.CHUNK) // row)
-    numbers = Q._numbers(g, how.wide or x.dtype == torch.float64, x.device) if compiled else None
+    step = len(x) if x.device.type != "cpu" else max(1, (PIECE if compiled else K.CHUNK) // row)
+    numbers = K.numbers_of(g, how.wide or x.dtype == torch.float64, x.device) if compiled else None
     largest = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).max / 2
     layout, tensors = (None, _layout(get_format("E4M3"), x.device)[1]) if fmt is None else _layout(fmt, x.device)
     for a in range(0, len(x), step):
         part, into, b = x[a : a + step], out[a : a + step], min(a + step, len(x))
         s = scale[a:b] if scale is not None and scale.dim() else scale
         if compiled:
-            found = Q._attempt(lambda: _compiled(how, x.device.type, fmt is not None)(part, into, s, inverse, numbers, *tensors))  # noqa: B023
+            found = K.attempt(lambda: _compiled(how, x.device.type, fmt is not None)(part, into, s, inverse, numbers, *tensors))  # noqa: B023
             if found is not None and _is_finite(found[1], s, largest):
                 yield found
                 continue
-        coin = None if words is None else Q._draw_range(a * row, b * row, words, how.random_bits, x.device).view(part.shape)
-        y, bins, found = _measure(part, s, inverse, g, how, coin, Q._first_bits, _sums, layout)
+        coin = None if words is None else K.draw_range(a * row, b * row, words, how.random_bits, x.device).view(part.shape)
+        y, bins, found = _measure(part, s, inverse, g, how, coin, K.first_bits, _sums, layout)
         into.copy_(y)
         yield bins, found
 
@@ -237,13 +238,14 @@ def quantize_stats(
 ) -> tuple[Tensor, QuantStats]:  # `fake_quantize` of the same, without gradient; and its statistics
     "Rounds and counts in one pass; errors as in `fake_quantize`."
     fmt = get_format(fmt)
-    Q._check(x, fmt, rounding, overflow, key, 24, "straight_through")
-    if not x.numel() or overflow == "raise": Q.fake_quantize(x, fmt, scale, rounding=rounding, overflow=overflow, key=key)
+    asked = K.Options(rounding, overflow, 24, batch=0, multiply=False, gradient="straight_through")
+    K.check_call(x, fmt, key, asked)
+    if not x.numel() or overflow == "raise": fake_quantize(x, fmt, scale, rounding=rounding, overflow=overflow, key=key)
     overflow = "saturate" if overflow == "raise" else overflow
-    divisor = Q._as_scale(scale, x)
-    scaling, s, inverse = Q._scaling(divisor)
+    divisor = K.as_scale(scale, x)
+    scaling, s, inverse = K.scaling_of(divisor)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    g, how, _ = Q._plan(fmt, wide, rounding, overflow, 24, False, scaling)
+    g, how, _ = K.plan(fmt, wide, rounding, overflow, 24, False, scaling)
     top = torch.finfo(x.dtype).max / max(-fmt.min, fmt.max)
     how = how._replace(clip=overflow == "saturate" and (s is None or not abs(s) < top))
     out, total, amax, bins = _collect(x, divisor, inverse, g, how, key, fmt if histogram else None)
@@ -252,14 +254,14 @@ def quantize_stats(
     return out, QuantStats(fmt, torch.tensor(x.numel(), device=x.device), over, under, nan, inf, amax, total[4], total[5], counts)
 
 # %% ../../nbs/numbers/03_counts.ipynb #45ffee27
-def _collect(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Q._Grid, how: Q._How, key: int | Tensor | None, fmt: FP8Format | None) -> tuple:
+def _collect(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How, key: int | Tensor | None, fmt: FP8Format | None) -> tuple:
     "The result and the sums over all pieces; bins too if a format is given."
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total, amax = torch.zeros(6, dtype=torch.float64, device=x.device), torch.zeros((), dtype=torch.float64, device=x.device)
     bins = None if fmt is None else torch.zeros(2 * fmt.magnitudes + 2, dtype=torch.int64, device=x.device)
     if not x.numel(): return out, total, amax, bins
-    flat, scale, _ = Q._flat(x.contiguous(), scale, None)
-    for codes, found in _pieces(flat, out.view(flat.shape), scale, inverse, g, how, None if key is None else Q._words(key), fmt):
+    flat, scale, _ = K.flat_of(x.contiguous(), scale, None)
+    for codes, found in _pieces(flat, out.view(flat.shape), scale, inverse, g, how, None if key is None else K.words_of(key), fmt):
         total += found[:6]
         amax = torch.maximum(amax, found[6])
         if fmt is not None: bins += _count_bins(codes, len(bins))

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPECIALS', 'PRECISION', 'EIGHT_BIT', 'FORMATS', 'FP8Format', 'encode', 'unit_in_first_place', 'power_of_two', 'ulp',
-           'get_format', 'signed_format', 'exact_text', 'plot_grids']
+           'is_whole', 'kind_of', 'is_dense', 'check_float', 'check_bits', 'spec_of', 'get_format', 'signed_format',
+           'exact_text', 'plot_grids']
 
 # %% ../../nbs/numbers/00_formats.ipynb #db3fad99
 import math
@@ -28,8 +29,8 @@ def _last_finite(specials: str, mantissa_bits: int, magnitudes: int) -> int:
 
 # %% ../../nbs/numbers/00_formats.ipynb #81ab0128
 @dataclass(frozen=True)
-class _Facts:
-    "The primitive facts of a format; nothing else is stored."
+class FP8Format:
+    "A small float format: eight primitive facts, and properties and conversions derived from them."
     name: str  # how the format is called in configs, tables and figures
     exponent_bits: int  # width E of the exponent field, 0 to 8
     mantissa_bits: int  # width M of the mantissa field, 0 to 15
@@ -41,210 +42,145 @@ class _Facts:
 
     def __post_init__(self): _check_facts(self)
 
-# %% ../../nbs/numbers/00_formats.ipynb #c5dc188e
-class _Codes(_Facts):
-    "What follows for the codes."
+    # the codes
     @property
     def bits(self) -> int:
         "Width of a code in bits: sign, exponent and mantissa."
         return self.exponent_bits + self.mantissa_bits + self.signed
-
     @property
     def code_dtype(self) -> torch.dtype:
         "The integer type that holds a code: uint8 up to 8 bits, int32 beyond."
         return torch.uint8 if self.bits <= 8 else torch.int32
-
     @property
     def magnitudes(self) -> int:
         "How many codes there are for one sign."
         return 2 ** (self.exponent_bits + self.mantissa_bits)
-
     @property
     def last_finite(self) -> int:
         "The magnitude code of `max`."
         return _last_finite(self.specials, self.mantissa_bits, self.magnitudes)
 
-# %% ../../nbs/numbers/00_formats.ipynb #8b22e93a
-class _Range(_Codes):
-    "What follows for the exponents and the spacing."
+    # exponents and spacing
     @property
     def min_exponent(self) -> int:
         "Exponent of the smallest normal number; below it the spacing no longer shrinks."
         return int(self.subnormals) - self.bias
-
     @property
     def max_exponent(self) -> int:
         "Exponent floor(log2(max)) of the binade of `max`; with no exponent bits that of the only spacing."
         return max(self.last_finite >> self.mantissa_bits, int(self.subnormals)) - self.bias
-
     @property
     def min_spacing(self) -> float:
         "The smallest distance between two neighbouring values: 2^(min_exponent - M)."
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
-    def _magnitude(self, code: int) -> float:
-        "The formula at the top of the page, without the sign."
-        e, m = divmod(code, 2**self.mantissa_bits)
-        return 2.0 ** (max(e, self.subnormals) - self.bias) * (m / 2**self.mantissa_bits + (e >= self.subnormals))
-
-# %% ../../nbs/numbers/00_formats.ipynb #fbea8103
-class _Limits(_Range):
-    "What follows for the smallest and largest values."
+    # the smallest and the largest values
     @property
     def max(self) -> float:
         "The largest finite value."
-        return self._magnitude(self.last_finite)
-
+        return _magnitude(self, self.last_finite)
     @property
     def min(self) -> float:
         "The most negative finite value; the smallest one where there is no sign."
         if self.twos_complement: return -self.magnitudes * self.min_spacing
-        return -self.max if self.signed else self._magnitude(0)
-
+        return -self.max if self.signed else _magnitude(self, 0)
     @property
     def min_normal(self) -> float | None:
-        "The smallest positive value with a leading one (finfo's `smallest_normal`, `tiny`); None where there are no exponent bits."
+        "The smallest positive value with a leading one (`tiny` in finfo); None where there are no exponent bits."
         return 2.0**self.min_exponent if self.exponent_bits else None
-
     @property
     def min_subnormal(self) -> float | None:
-        "The smallest positive value without a leading one (finfo's `smallest_subnormal`); None where there is none."
+        "The smallest positive value without a leading one (`smallest_subnormal` in finfo), or None."
         return self.min_spacing if self.mantissa_bits and self.subnormals else None
-
     tiny = smallest_normal = min_normal
     smallest_subnormal = min_subnormal
 
-# %% ../../nbs/numbers/00_formats.ipynb #9a188ed2
-class _Grid(_Limits):
-    "What follows for the set of values as a whole."
+    # the set of values as a whole
     @property
     def min_positive(self) -> float:
         "The smallest value above zero, subnormal where there are subnormals."
         return self.min_subnormal or 2.0**self.min_exponent
-
     @property
     def eps(self) -> float | None:
         "The distance from 1.0 to the next larger value, as finfo has it; None where 1.0 has no such neighbour (E0M7)."
         step = 2.0 ** (max(self.min_exponent, 0) - self.mantissa_bits)
         return step if self.min_positive <= 1 <= self.max - step else None
-
     @property
     def dynamic_range_octaves(self) -> float:
         "log2(max / min_positive): how many times the smallest positive value can be doubled."
         return math.log2(self.max) - math.log2(self.min_positive)
-
     @property
     def n_values(self) -> int:
         "How many different finite numbers there are; -0 and 0 are one."
         if self.twos_complement: return 2**self.bits
         return 2 * self.last_finite + 1 if self.signed else self.last_finite + 1
 
-# %% ../../nbs/numbers/00_formats.ipynb #9534cfbf
-class _SpecialCodes(_Grid):
-    "The codes with a meaning of their own; None where a format has no such code."
+    # codes with a meaning of their own; None where a format has no such code
     @property
     def has_zero(self) -> bool:
         "Whether 0 is a value (it then has code 0)."
         return self.subnormals
-
     @property
     def code_minus_zero(self) -> int | None:
         "The code of -0."
-        return None if not self.signed or self.twos_complement or self.specials in ("fnuz", "p3109") else self.magnitudes
-
+        if not self.signed or self.twos_complement or self.specials in ("fnuz", "p3109"): return None
+        return self.magnitudes
     @property
     def code_max(self) -> int:
         "The code of `max`."
         return self.last_finite
-
     @property
     def code_min(self) -> int:
         "The code of `min`."
         return 0 if not self.signed else self.magnitudes + (0 if self.twos_complement else self.last_finite)
-
     @property
     def code_inf(self) -> int | None:
         "The code of +inf; that of -inf has the sign bit set."
         return self.last_finite + 1 if self.specials in ("ieee", "p3109") else None
-
     @property
     def code_nan(self) -> int | None:
         "The canonical NaN's code: the lowest one."
         if self.specials == "ieee": return self.last_finite + 2 if self.mantissa_bits else None
         return {"fn": self.magnitudes - 1, "fnuz": self.magnitudes, "p3109": self.magnitudes}.get(self.specials)
 
-# %% ../../nbs/numbers/00_formats.ipynb #e9783f5d
-class FP8Format(_SpecialCodes):
-    "A small float format: eight primitive facts, and properties and conversions derived from them."
+    # values and conversions
     @cached_property
-    def _table(self) -> Tensor:
+    def table(self) -> Tensor:
         "Every code's value, float64, in code order."
         return _value_table(self)
-
     @cached_property
     def spec(self) -> str:
         "All facts but the name in one word that `get_format` reads, e.g. E4M3b7fn; see there for the grammar."
-        return _spec(self)
-
+        return spec_of(self)
     @property
     def values(self) -> Tensor:
         "All 2^bits values in code order, float32 (every value of every format here is exact in it)."
-        return self._table.float()
-
+        return self.table.float()
     def to_real(self, bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         "The values of integer codes `bits` (any shape), in `dtype`; InputError for codes out of range."
         return _decode(self, bits).to(dtype)
-
     def to_bits(self, x: Tensor) -> Tensor:
         "The codes (`code_dtype`) of the values nearest to `x`; see `encode` for ties and specials."
         return encode(self, x)
-
     def ulp(self, x: Tensor) -> Tensor:
         "The spacing of the grid at `x`, in the dtype of `x`; see the function `ulp`."
         return ulp(self, x)
-
     def card(self, codes: bool = False) -> str:
         "The facts as text to print, 80 columns wide; with `codes` the value of every code beneath."
         return _card(self, codes)
-
     def _repr_html_(self) -> str: return _html(self)
 
-# %% ../../nbs/numbers/00_formats.ipynb #4b3a73ca
-def _is_whole(value: object, low: float, high: float = math.inf) -> TypeGuard[int]:
-    "Whether a value is an int from `low` to `high`; True and False are not."
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-def _check_types(fmt: Any) -> None:  # an FP8Format
-    "Raises InputError unless every fact is of its type, and no width is beyond what is supported."
-    name = fmt.name
-    if not isinstance(name, str) or not name.strip(): raise InputError(f"a format's name is a text that is not empty, not {name!r}")
-    if fmt.specials not in SPECIALS: raise unknown("specials", fmt.specials, SPECIALS)
-    for flag in ("signed", "subnormals", "twos_complement"):
-        value = getattr(fmt, flag)
-        if not isinstance(value, bool): raise InputError(f"format {name}: {flag} must be True or False, not {value!r}")
-    for field, width, top in (("exponent_bits", fmt.exponent_bits, 8), ("mantissa_bits", fmt.mantissa_bits, 15)):
-        if not _is_whole(width, 0, top): raise InputError(f"format {name}: {field} must be a whole number from 0 to {top}, not {width!r}")
-    if not _is_whole(fmt.bias, -math.inf): raise InputError(f"format {name}: bias must be a whole number, not {fmt.bias!r}")
-
-def _check_facts(fmt: Any) -> None:  # an FP8Format
-    "Raises InputError unless the facts describe a format of at most 16 bits whose values fit in float32."
-    _check_types(fmt)
-    E, M, name = fmt.exponent_bits, fmt.mantissa_bits, fmt.name
-    if not 2 <= fmt.bits <= 16: raise InputError(f"format {name}: {fmt.bits} bits; allowed: 2 to 16, sign included")
-    if fmt.specials == "ieee" and not E: raise InputError(f"format {name}: specials 'ieee' need exponent bits")
-    if fmt.specials in ("fnuz", "p3109") and not fmt.signed:
-        raise InputError(f"format {name}: specials {fmt.specials!r} need a sign (NaN takes the code of -0)")
-    if not fmt.subnormals and (fmt.signed or not E): raise InputError(f"format {name}: no subnormals, hence no zero; allowed: unsigned with exponent bits")
-    if fmt.twos_complement and (E or not fmt.signed or fmt.specials != "none"):
-        raise InputError(f"format {name}: two's complement needs a sign, no exponent bits and no special codes")
-    if fmt.last_finite < 1: raise InputError(f"format {name}: the special codes leave no finite value but zero")
-    if fmt.min_exponent - M < -149 or fmt.max_exponent > 127:
-        raise InputError(f"format {name}: bias {fmt.bias!r} puts values outside float32's range (2^-149 to 2^128)")
+# %% ../../nbs/numbers/00_formats.ipynb #1462ee2a
+def _magnitude(fmt: FP8Format, code: int) -> float:
+    "The value of a code without its sign bit."
+    e, m = divmod(code, 2**fmt.mantissa_bits)
+    leading = 2.0 ** (max(e, fmt.subnormals) - fmt.bias)
+    return leading * (m / 2**fmt.mantissa_bits + (e >= fmt.subnormals))
 
 # %% ../../nbs/numbers/00_formats.ipynb #b287744e
 def _value_table(fmt: FP8Format) -> Tensor:
     "Every code's value in code order, float64, with infinities and NaN where `specials` puts them."
-    v = torch.tensor([fmt._magnitude(c) for c in range(fmt.magnitudes)], dtype=torch.float64)
+    v = torch.tensor([_magnitude(fmt, c) for c in range(fmt.magnitudes)], dtype=torch.float64)
     if fmt.specials == "ieee": v[fmt.last_finite + 1], v[fmt.last_finite + 2 :] = torch.inf, torch.nan
     if fmt.specials == "p3109": v[-1] = torch.inf
     if fmt.specials == "fn": v[-1] = torch.nan
@@ -255,37 +191,16 @@ def _value_table(fmt: FP8Format) -> Tensor:
     return v
 
 # %% ../../nbs/numbers/00_formats.ipynb #5fb9bc5d
-def _kind(x: object) -> str:
-    "What a message calls an argument: the dtype of a dense tensor, a layout, or a type."
-    if not isinstance(x, Tensor): return type(x).__name__
-    if x.is_nested or x.is_meta: return "a nested tensor" if x.is_nested else "a tensor without data"
-    return str(x.dtype if x.layout == torch.strided else x.layout)
-
-def _is_dense(x: object) -> TypeGuard[Tensor]:
-    "Whether it is an ordinary tensor; a compiler, which cannot ask for a layout, takes every tensor for one."
-    return isinstance(x, Tensor) and (torch.compiler.is_dynamo_compiling() or x.layout == torch.strided and not x.is_nested)
-
-def _check_float(x: Any, what: str) -> None:
-    "InputError unless `x` is a dense tensor of floats; `what` takes it."
-    if not (_is_dense(x) and x.is_floating_point()): raise InputError(f"{what} takes a dense float tensor, not {_kind(x)}")
-
-def _check_bits(fmt: FP8Format, bits: Any) -> None:
-    "InputError unless `bits` is a dense tensor of integers that are codes of the format."
-    if not _is_dense(bits) or bits.is_floating_point() or bits.is_complex():
-        raise InputError(f"codes must be a dense tensor of integers, not {_kind(bits)}")
-    if bits.numel() and not (0 <= int(bits.min()) and int(bits.max()) < 2**fmt.bits):
-        raise InputError(f"codes of {fmt.name} lie between 0 and {2**fmt.bits - 1}")
-
 def _decode(fmt: FP8Format, bits: Tensor) -> Tensor:
     "Looks codes up in the table of values; float64."
-    _check_bits(fmt, bits)
-    return fmt._table.to(bits.device)[bits.long()]
+    check_bits(fmt, bits)
+    return fmt.table.to(bits.device)[bits.long()]
 
 # %% ../../nbs/numbers/00_formats.ipynb #be97cb34
 def _nearest_magnitude(fmt: FP8Format, ax: Tensor) -> Tensor:
     "Magnitude codes of the finite values nearest to `ax` >= 0 (float64), ties to the even code."
-    finite = fmt._table[: fmt.last_finite + 1].to(ax.device)
-    if fmt.twos_complement: finite = torch.cat([finite, -fmt._table[fmt.code_min, None].to(ax.device)])
+    finite = fmt.table[: fmt.last_finite + 1].to(ax.device)
+    if fmt.twos_complement: finite = torch.cat([finite, -fmt.table[fmt.code_min, None].to(ax.device)])
     middle = (finite[1:] + finite[:-1]) / 2
     below = torch.searchsorted(middle, ax.contiguous())
     at = middle[below.clamp(max=len(middle) - 1)]
@@ -297,7 +212,7 @@ def encode(
     x: Tensor,  # float tensor of any shape
 ) -> Tensor:  # codes of the same shape, of type `fmt.code_dtype`
     "Codes of the values nearest to `x`, ties to the even code; finite values beyond `max` saturate."
-    _check_float(x, "to_bits")
+    check_float(x, "to_bits")
     x = x.double()
     code = _nearest_magnitude(fmt, x.abs().nan_to_num(0.0))
     if fmt.code_inf is not None: code[x.isinf()] = fmt.code_inf
@@ -340,11 +255,84 @@ def ulp(
     x: Tensor,  # float tensor of any shape
 ) -> Tensor:  # positive, same shape and dtype (float16 may not hold it); NaN where `x` is
     "Spacing of the grid at `x`: 2^(floor(log2|x|) - M), floored at the smallest and capped at the largest spacing."
-    _check_float(x, "ulp")
+    check_float(x, "ulp")
     wide = x if x.dtype == torch.float64 or (x.dtype == torch.float32 and fmt.max_exponent < 100) else x.double()
     low, high = 2.0**fmt.min_exponent, 2.0**fmt.max_exponent
     first = unit_in_first_place(wide.abs().clamp(max=high)).clamp(low, high)
     return (first * 2.0**-fmt.mantissa_bits).to(x.dtype)
+
+# %% ../../nbs/numbers/00_formats.ipynb #771d9a21
+def _check_types(fmt: Any) -> None:  # an FP8Format
+    "Raises InputError unless every fact is of its type, and no width is beyond what is supported."
+    name = fmt.name
+    if not isinstance(name, str) or not name.strip(): raise InputError(f"a format's name is a text that is not empty, not {name!r}")
+    if fmt.specials not in SPECIALS: raise unknown("specials", fmt.specials, SPECIALS)
+    for flag in ("signed", "subnormals", "twos_complement"):
+        value = getattr(fmt, flag)
+        if not isinstance(value, bool): raise InputError(f"format {name}: {flag} must be True or False, not {value!r}")
+    for field, top in (("exponent_bits", 8), ("mantissa_bits", 15)):
+        width = getattr(fmt, field)
+        if is_whole(width, 0, top): continue
+        raise InputError(f"format {name}: {field} must be a whole number from 0 to {top}, not {width!r}")
+    if not is_whole(fmt.bias, -math.inf): raise InputError(f"format {name}: bias must be a whole number, not {fmt.bias!r}")
+
+def _check_facts(fmt: Any) -> None:  # an FP8Format
+    "Raises InputError unless the facts describe a format of at most 16 bits whose values fit in float32."
+    _check_types(fmt)
+    E, M, name = fmt.exponent_bits, fmt.mantissa_bits, fmt.name
+    if not 2 <= fmt.bits <= 16: raise InputError(f"format {name}: {fmt.bits} bits; allowed: 2 to 16, sign included")
+    if fmt.specials == "ieee" and not E: raise InputError(f"format {name}: specials 'ieee' need exponent bits")
+    if fmt.specials in ("fnuz", "p3109") and not fmt.signed:
+        raise InputError(f"format {name}: specials {fmt.specials!r} need a sign (NaN takes the code of -0)")
+    if not fmt.subnormals and (fmt.signed or not E):
+        raise InputError(f"format {name}: no subnormals, hence no zero; allowed: unsigned with exponent bits")
+    if fmt.twos_complement and (E or not fmt.signed or fmt.specials != "none"):
+        raise InputError(f"format {name}: two's complement needs a sign, no exponent bits and no special codes")
+    if fmt.last_finite < 1: raise InputError(f"format {name}: the special codes leave no finite value but zero")
+    if fmt.min_exponent - M < -149 or fmt.max_exponent > 127:
+        raise InputError(f"format {name}: bias {fmt.bias!r} puts values outside float32's range (2^-149 to 2^128)")
+
+# %% ../../nbs/numbers/00_formats.ipynb #17e3a358
+def is_whole(
+    value: object,
+    low: float,  # the smallest allowed
+    high: float = math.inf,  # the largest allowed
+) -> TypeGuard[int]:
+    "Whether a value is an int in a range; True and False are not."
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+# %% ../../nbs/numbers/00_formats.ipynb #e0c0c6bf
+def kind_of(
+    x: object,  # an argument, of any type
+) -> str:
+    "What a message calls an argument: the dtype of a dense tensor, a layout, or a type."
+    if not isinstance(x, Tensor): return type(x).__name__
+    if x.is_nested: return "a nested tensor"
+    if x.is_meta: return "a tensor without data"
+    return str(x.dtype if x.layout == torch.strided else x.layout)
+
+def is_dense(
+    x: object,  # an argument, of any type
+) -> TypeGuard[Tensor]:
+    "Whether it is an ordinary tensor. A compiler, which cannot ask for a layout, takes every tensor for one."
+    return isinstance(x, Tensor) and (torch.compiler.is_dynamo_compiling() or x.layout == torch.strided and not x.is_nested)
+
+def check_float(
+    x: Any,  # an argument, of any type and shape
+    what: str,  # takes it
+) -> None:
+    "InputError unless `x` is a dense tensor of floats."
+    if not (is_dense(x) and x.is_floating_point()): raise InputError(f"{what} takes a dense float tensor, not {kind_of(x)}")
+
+def check_bits(
+    fmt: FP8Format,
+    bits: Any,  # an argument, of any type and shape
+) -> None:
+    "InputError unless `bits` is a dense tensor of integers that are codes of the format."
+    if not is_dense(bits) or bits.is_floating_point() or bits.is_complex():
+        raise InputError(f"codes must be a dense tensor of integers, not {kind_of(bits)}")
+    if bits.numel() and not (0 <= int(bits.min()) and int(bits.max()) < 2**fmt.bits):
+        raise InputError(f"codes of {fmt.name} lie between 0 and {2**fmt.bits - 1}")
 
 # %% ../../nbs/numbers/00_formats.ipynb #3199211d
 _SPLITS = (
@@ -387,10 +375,12 @@ _ALIASES = {  # other names of registered formats: those of ml_dtypes and torch,
 }
 
 # %% ../../nbs/numbers/00_formats.ipynb #7be861d9
-def _spec(fmt: FP8Format) -> str:
-    "The facts but the name, in one word."
-    flags = "u" * (not fmt.signed) + "n" * (not fmt.subnormals) + "t" * fmt.twos_complement
-    return f"E{fmt.exponent_bits}M{fmt.mantissa_bits}b{fmt.bias}" + fmt.specials.removeprefix("none") + flags
+def spec_of(fmt: FP8Format) -> str:
+    "The facts but the name, in one word; what `FP8Format.spec` keeps."
+    unsigned, normal = "" if fmt.signed else "u", "" if fmt.subnormals else "n"
+    twos = "t" if fmt.twos_complement else ""
+    specials = fmt.specials.removeprefix("none")
+    return f"E{fmt.exponent_bits}M{fmt.mantissa_bits}b{fmt.bias}{specials}{unsigned}{normal}{twos}"
 
 _WORD = re.compile(r"e(\d{1,9})m(\d{1,9})b(-?\d{1,9})(.*)", re.IGNORECASE)
 _ENDING = re.compile(r"(ieee|fnuz|fn|p3109|)(u?)(n?)(t?)")
@@ -400,7 +390,9 @@ def _parse(word: str) -> FP8Format | None:
     parts = _WORD.fullmatch(word)
     if parts is None: return None
     ending = _ENDING.fullmatch(parts[4].lower())
-    if ending is None: raise unknown("ending of a format", parts[4], (*SPECIALS[1:], "u (no sign)", "n (no subnormals)", "t (two's complement)"))
+    if ending is None:
+        allowed = (*SPECIALS[1:], "u (no sign)", "n (no subnormals)", "t (two's complement)")
+        raise unknown("ending of a format", parts[4], allowed)
     specials, unsigned, normal, twos = ending.groups()
     exponent_bits, mantissa_bits, bias = (int(parts[i]) for i in (1, 2, 3))
     fmt = FP8Format(word, exponent_bits, mantissa_bits, bias, specials or "none", not unsigned, not normal, bool(twos))
@@ -423,7 +415,8 @@ def _find(name: str) -> str:
     if name not in _FOUND: _FOUND[name] = _search(name)
     return name
 
-_find._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result sets, without the seconds that importing the compiler takes
+# what torch.compiler.assume_constant_result sets, without the seconds that importing the compiler takes
+_find._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def get_format(
     name: str | FP8Format,  # a name or a spec, in any case; or a format, which is returned as it is
@@ -437,7 +430,8 @@ def signed_format(
 ) -> FP8Format:
     "The same for what has values below zero, as weights and gradients have; InputError for a format without a sign."
     fmt = get_format(name)
-    if not fmt.signed: raise InputError(f"{fmt.name} has no sign and would lose all below zero; allowed: formats with a sign, such as E4M3")
+    if not fmt.signed:
+        raise InputError(f"{fmt.name} has no sign and would lose all below zero; allowed: formats with a sign, such as E4M3")
     return fmt
 
 # %% ../../nbs/numbers/00_formats.ipynb #25fc0f3f
@@ -468,11 +462,13 @@ def _runs(fmt: FP8Format, which: Tensor) -> str:
 # %% ../../nbs/numbers/00_formats.ipynb #17dc9a7d
 def _facts(fmt: FP8Format) -> dict[str, str]:
     "The lines of a format's card: what, and its value and code; most are named like the property they show."
-    v, at = fmt._table, lambda value, code: exact_text(value) if value is None else f"{exact_text(value)}  ({_code_text(fmt, code)})"
-    kind = ", two's complement" * fmt.twos_complement + ", no subnormals" * (not fmt.subnormals)
+    def at(value, code): return exact_text(value) if value is None else f"{exact_text(value)}  ({_code_text(fmt, code)})"
+    v, sign = fmt.table, "1 sign + " if fmt.signed else ""
+    twos = ", two's complement" if fmt.twos_complement else ""
+    normal = "" if fmt.subnormals else ", no subnormals"
     return {
         "spec": fmt.spec,
-        "bits": f"{fmt.bits} = {'1 sign + ' * fmt.signed}{fmt.exponent_bits} exponent + {fmt.mantissa_bits} mantissa{kind}",
+        "bits": f"{fmt.bits} = {sign}{fmt.exponent_bits} exponent + {fmt.mantissa_bits} mantissa{twos}{normal}",
         "bias": str(fmt.bias),
         "max": at(fmt.max, fmt.code_max),
         "min": at(fmt.min, fmt.code_min),
@@ -496,7 +492,7 @@ def _card(fmt: FP8Format, codes: bool) -> str:
 
 def _code_lines(fmt: FP8Format) -> list[str]:
     "Every code with its value, in as many columns (a power of two) as 80 characters hold."
-    cells = [f"{_code_text(fmt, code)} {exact_text(v)}" for code, v in enumerate(fmt._table.tolist())]
+    cells = [f"{_code_text(fmt, code)} {exact_text(v)}" for code, v in enumerate(fmt.table.tolist())]
     width = max(map(len, cells)) + 2
     columns = 2 ** ((80 // width).bit_length() - 1)
     return ["".join(f"{cell:{width}}" for cell in cells[i : i + columns]).rstrip() for i in range(0, len(cells), columns)]
@@ -504,7 +500,7 @@ def _code_lines(fmt: FP8Format) -> list[str]:
 # %% ../../nbs/numbers/00_formats.ipynb #40026f34
 def _html(fmt: FP8Format) -> str:
     "The card under a strip of the finite values: zero in the middle, to both sides the logarithm of the magnitude."
-    v = fmt._table[fmt._table.isfinite()]
+    v = fmt.table[fmt.table.isfinite()]
     out = torch.where(v == 0, 0.0, (v.abs() / fmt.min_positive).log2() + 1) * v.sign()
     at = ((out - out.min()) / (out.max() - out.min()) * 510 + 1).round().unique() / 512
     return html_card(fmt.name, _facts(fmt), svg_bars([1.0] * len(at), COLORS.get(fmt.name, "currentColor"), at.tolist()))

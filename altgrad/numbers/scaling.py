@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..basics import COLORS, InputError, unknown
-from .formats import FP8Format, _check_float, _is_whole, get_format, power_of_two
-from .quantize import _is_readable, fake_quantize
+from .formats import FP8Format, check_float, is_whole, get_format, power_of_two
+from .kernels import is_readable
+from .quantize import fake_quantize
 
 # %% ../../nbs/numbers/04_scaling.ipynb #78e4d6ba
 WIDE = 2.0**16  # a format with a larger max gets amax in [1, 2) instead of at its max
@@ -53,8 +54,8 @@ def compute_scale(
 ) -> Tensor:  # float32, shape of `amax`; 1 where amax is not a positive finite number
     "The smallest power of two, or number, that brings `amax / scale` to at most `fmt.max`; for a max beyond 2^16 into [1, 2), or to 1."
     if kind not in KINDS: raise unknown("kind of scale", kind, KINDS)
-    _check_float(amax, "compute_scale")
-    if kind == "power_of_two" and not amax.dim() and _is_readable(amax): return _scale_of_number(amax.item(), get_format(fmt))
+    check_float(amax, "compute_scale")
+    if kind == "power_of_two" and not amax.dim() and is_readable(amax): return _scale_of_number(amax.item(), get_format(fmt))
     usable = amax.isfinite() & (amax > 0)
     amax = torch.where(usable, amax, 1.0)
     scale = (_power_of_two_scale if kind == "power_of_two" else _exact_scale)(amax, get_format(fmt))
@@ -73,12 +74,12 @@ def amax_of(
     dim: int | tuple[int, ...] = -1,  # along which a channel, or a block (of one dimension), lies
 ) -> Tensor:  # largest magnitudes: 0-dim; `x` with `dim` of length 1; or with one number a block along `dim`
     "The largest magnitude of each group that shares a scale; NaN where a group holds one. InputError for other granularities."
-    _check_float(x, "amax_of")
+    check_float(x, "amax_of")
     if not x.numel(): raise InputError("amax_of takes a tensor with elements")
     if granularity == "tensor" and x.device.type != "mps": return torch.maximum(*[t.abs() for t in x.detach().aminmax()])  # one pass, and no copy of |x|
     if granularity == "tensor": return x.detach().abs().amax()
     if granularity == "channel": return x.detach().abs().amax(dim, keepdim=True)
-    if not _is_whole(granularity, 1): raise unknown("granularity", granularity, ("tensor", "channel", "a block's length from 1"))
+    if not is_whole(granularity, 1): raise unknown("granularity", granularity, ("tensor", "channel", "a block's length from 1"))
     if not isinstance(dim, int): raise InputError(f"blocks lie along one dimension, not along {dim}")
     return _in_blocks(x.detach().abs(), granularity, dim).amax(-1).movedim(-1, dim)
 
@@ -176,7 +177,7 @@ class AmaxHistory(AmaxMemory):
         length: int = 16,  # how many are kept, at least 1
         reduce: str = "max",  # one of `REDUCTIONS`
     ):
-        if not _is_whole(length, 1): raise InputError(f"length must be a whole number from 1, not {length!r}")
+        if not is_whole(length, 1): raise InputError(f"length must be a whole number from 1, not {length!r}")
         if reduce not in REDUCTIONS: raise unknown("reduction", reduce, REDUCTIONS)
         self.length, self.reduce = length, reduce
 

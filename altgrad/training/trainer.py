@@ -28,7 +28,7 @@ from torch import nn
 
 from ..basics import InputError
 from ..numbers.formats import get_format
-from ..numbers.quantize import rounding_key
+from ..numbers.kernels import rounding_key
 from ..geometry.storage import STORAGES, GridTensor, grid_weights, store_on_grid
 from ..model.gpt import GPT, Classifier, label_scores, loss_from, loss_of, preset
 from ..model.parallel import agree, first, join, part, rank, total, world

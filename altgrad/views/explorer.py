@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..basics import COLORS, InputError, unknown
 from ..numbers.counts import QuantStats, quantize_stats
 from ..numbers.formats import FORMATS, FP8Format, exact_text, get_format
-from ..numbers.quantize import ROUNDING, fake_quantize, rounding_key
+from ..numbers.kernels import ROUNDING, rounding_key
+from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import compute_scale
 from ..geometry.optim import Madam, RiemannianAdamW, StiffnessAdamW
 from ..geometry.spacing import stiffness

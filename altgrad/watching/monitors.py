@@ -28,12 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import altgrad.numbers.quantize as Q
+import altgrad.numbers.kernels as K
 from altgrad.basics import (
     COLORS, LARGEST_RECORD, InputError, make_folder, one_line, parse_json, read_small,
     remove_leftovers, write_atomic,
 )
 from ..numbers.counts import _bins, _count_bins, _histogram, _layout
+from ..numbers.quantize import fake_quantize
 from ..numbers.formats import FP8Format, get_format, ulp, unit_in_first_place
 from ..numbers.scaling import compute_scale
 from ..geometry.spacing import code_coordinate
@@ -158,7 +159,7 @@ def _counts(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -
         flipped = (q.view(torch.int32) != old_q.view(torch.int32)).logical_and_(moved)
         return torch.stack([torch.count_nonzero(mask) for mask in (over, (q == 0).logical_and_(w != 0), moved, flipped)])
 
-    size = Q.CHUNK if w.device.type == "cpu" else max(1, w.numel())
+    size = K.CHUNK if w.device.type == "cpu" else max(1, w.numel())
     pieces = [t.reshape(-1).split(size) for t in (w, old_w, q, old_q)]
     limits = len(pieces[0]) * [limit] if limit.numel() == 1 else limit.expand(w.shape).reshape(-1).split(size)
     return torch.cat([torch.full((1,), w.numel(), device=w.device), sum(count(*piece) for piece in zip(*pieces, limits))])
@@ -211,17 +212,17 @@ _PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements a compiled pass takes at 
 _FROM = 1 << 17  # elements from which on a pass is compiled
 
 @cache
-def _compiled(body: Callable, device: str) -> Callable: return torch.compile(body, fullgraph=True, dynamic=True, options=Q._STRICT[device])
+def _compiled(body: Callable, device: str) -> Callable: return torch.compile(body, fullgraph=True, dynamic=True, options=K.STRICT[device])
 
 def _sums(body: Callable, sliced: tuple[Tensor, ...], *rest: Tensor) -> Tensor:
     "What `body` says of pieces of tensors along their first dimension: its numbers added up in float64, of the last one the largest."
     first, total = sliced[0], None
-    compiled = Q._state["path"] == "compiled" or Q._state["path"] == "auto" and first.numel() >= _FROM and first.device.type in Q._STRICT
-    size = _PIECE.get(first.device.type, 1 << 24) if compiled or first.device.type != "cpu" else Q.CHUNK
+    compiled = K.state["path"] == "compiled" or K.state["path"] == "auto" and first.numel() >= _FROM and first.device.type in K.STRICT
+    size = _PIECE.get(first.device.type, 1 << 24) if compiled or first.device.type != "cpu" else K.CHUNK
     step = max(1, size * len(first) // first.numel())
     for a in range(0, len(first), step):
         part = [t[a : a + step] for t in sliced]
-        found = Q._attempt(lambda: _compiled(body, first.device.type)(*part, *rest)) if compiled else None  # noqa: B023
+        found = K.attempt(lambda: _compiled(body, first.device.type)(*part, *rest)) if compiled else None  # noqa: B023
         found = (body(*part, *rest) if found is None else found).double()
         total = _added(total, found)
     return total
@@ -233,7 +234,7 @@ def _added(a: Tensor | None, b: Tensor) -> Tensor:
 def compiles() -> bool:
     "Whether passes are compiled: not where the path is eager, or where compiling has failed."
     _sums(_rounding_sums, (torch.ones(_FROM), torch.ones(_FROM)), torch.ones(()), torch.ones(()), torch.ones(2))
-    return Q._state["path"] != "eager" and not Q._state["broken"]
+    return K.state["path"] != "eager" and not K.state["broken"]
 
 # %% ../../nbs/watching/04_monitors.ipynb #9b228d7e
 SUMS = ("overflow", "underflow", "nonfinite", "error", "power_1", "power_2", "power_3", "power_4", "amax")
@@ -263,7 +264,7 @@ def rounding_sums(
     fmt: FP8Format,
 ) -> Tensor:  # float64, `SUMS` in units of `x`, then the number of elements
     "Counts and sums of one rounding; waits for no device."
-    flat, s, _ = Q._flat(x.contiguous(), scale.float(), None)
+    flat, s, _ = K.flat_of(x.contiguous(), scale.float(), None)
     unit = (1 / scale.float()).amin()
     pair, rest = (flat, y.reshape(flat.shape)), (unit, _limits(fmt, x.device))
     total = _sums(_rounding_sums, (*pair, 1 / s), *rest) if s.dim() else _sums(_rounding_sums, pair, 1 / s, *rest)
@@ -274,15 +275,15 @@ def _in_units_of_x(total: Tensor, unit: Tensor, x: Tensor) -> Tensor:
 
 # %% ../../nbs/watching/04_monitors.ipynb #e0562c06
 @cache
-def _fused(how: Q._How) -> Callable:
+def _fused(how: K.How) -> Callable:
     def body(x, scale, inverse, numbers, unit, limits):
-        y = Q._kernel(x, scale, inverse, Q._Grid(*numbers.unbind()), how, None, unit_in_first_place).to(how.out)
+        y = K.kernel(x, scale, inverse, K.Grid(*numbers.unbind()), how, None, unit_in_first_place).to(how.out)
         return y, _rounding_sums(x, y, inverse, unit, limits)
     return body
 
 def _worth_fusing(x: Tensor, p: Precision, scale: Tensor) -> bool:
-    large = Q._state["path"] == "compiled" or Q._state["path"] == "auto" and x.numel() >= _FROM
-    return large and not Q._state["broken"] and not scale.dim() and p.rounding != "stochastic" and x.is_contiguous() and x.device.type in Q._STRICT
+    large = K.state["path"] == "compiled" or K.state["path"] == "auto" and x.numel() >= _FROM
+    return large and not K.state["broken"] and not scale.dim() and p.rounding != "stochastic" and x.is_contiguous() and x.device.type in K.STRICT
 
 @torch.no_grad()
 def round_and_sum(
@@ -294,17 +295,17 @@ def round_and_sum(
     "Rounds and counts, in one pass where that is possible."
     if _worth_fusing(x, p, scale):
         flat, out, total, device = x.view(-1), torch.empty_like(x).view(-1), None, x.device.type
-        g, how, _ = Q._plan(p.format, x.dtype, p.rounding, "saturate", 24, True, "multiply")
+        g, how, _ = K.plan(p.format, x.dtype, p.rounding, "saturate", 24, True, "multiply")
         unit = 1 / scale.float()
-        rest = scale.float(), unit, Q._numbers(g, how.wide or x.dtype == torch.float64, x.device), unit, _limits(p.format, x.device)
+        rest = scale.float(), unit, K.numbers_of(g, how.wide or x.dtype == torch.float64, x.device), unit, _limits(p.format, x.device)
         for a in range(0, len(flat), _PIECE[device]):
-            found = Q._attempt(lambda: _compiled(_fused(how._replace(clip=True)), device)(flat[a : a + _PIECE[device]], *rest))  # noqa: B023
+            found = K.attempt(lambda: _compiled(_fused(how._replace(clip=True)), device)(flat[a : a + _PIECE[device]], *rest))  # noqa: B023
             if found is None: break
             if len(flat) <= _PIECE[device]: out = found[0]
             else: out[a : a + _PIECE[device]] = found[0]
             total = _added(total, found[1].double())
         else: return out.view(x.shape), _in_units_of_x(total, unit, x)
-    y = Q.fake_quantize(x, p.format, scale, rounding=p.rounding, key=key)
+    y = fake_quantize(x, p.format, scale, rounding=p.rounding, key=key)
     return y, rounding_sums(x, y, scale, p.format)
 
 # %% ../../nbs/watching/04_monitors.ipynb #3e4eeb0f
@@ -331,7 +332,7 @@ def histogram_metrics(
     fmt: FP8Format,
 ) -> dict[str, float]:
     "The metrics of `QUANTIZATION` that follow from a histogram; of a format of 8 bits or fewer."
-    value = fmt._table.numpy()
+    value = fmt.table.numpy()
     magnitude, finite = np.abs(value), np.isfinite(value)
     p = counts[counts > 0] / max(1, counts.sum())
     used = magnitude[(counts > 0) & finite & (magnitude > 0)]
@@ -351,7 +352,7 @@ def code_counts(
     "How many elements of a rounded tensor have each code; of a large tensor, elements at equal distances."
     rows = max(1, y.numel() // COUNTED)
     q = y.reshape(-1)[::rows].float() / (scale.expand(y.shape).reshape(-1)[::rows] if scale.dim() else scale)
-    step, bins, layout = Q.CHUNK if q.device.type == "cpu" else max(1, q.numel()), 0, _layout(fmt, q.device)[0]
+    step, bins, layout = K.CHUNK if q.device.type == "cpu" else max(1, q.numel()), 0, _layout(fmt, q.device)[0]
     for a in range(0, q.numel(), step): bins = bins + _count_bins(_bins(q[a : a + step], layout), 2 * fmt.magnitudes + 2)
     counts = _histogram(bins, (q != q).sum(), fmt)
     if fmt.bits <= 8: return torch.cat([counts, counts.new_zeros(256 - len(counts))])
@@ -481,11 +482,11 @@ def point_metrics(
 
 # %% ../../nbs/watching/04_monitors.ipynb #f21e9006
 @cache
-def _update_sums(how: Q._How) -> Callable:
+def _update_sums(how: K.How) -> Callable:
     "A body for `_sums`: updates, flips and sign changes from old and new weights under old and new scales."
     def body(w, w2, s, s2, numbers):
-        g = Q._Grid(*numbers.unbind())
-        bits = lambda w, s: (Q._limited((w / s).to(numbers.dtype), g, how, None, unit_in_first_place).float() * s).view(torch.int32)
+        g = K.Grid(*numbers.unbind())
+        bits = lambda w, s: (K.limited((w / s).to(numbers.dtype), g, how, None, unit_in_first_place).float() * s).view(torch.int32)
         count = lambda mask: mask.float().sum()
         moved = w != w2
         return torch.stack([count(moved), count(moved & (bits(w, s) != bits(w2, s2))), count((w * w2) < 0), w2.abs().amax()])
@@ -500,10 +501,10 @@ def update_sums(
     fmt: FP8Format,
 ) -> Tensor:  # float64: updates, flips, sign changes
     "What a step did to weights that are rounded to nearest at their use."
-    (g, (wide, *how)), rows = Q._grid(fmt, torch.float32), (len(before), 1)
-    how = Q._How("nearest", "saturate", 24, False, "none", torch.float32, False, wide, *how)
+    (g, facts), rows = K.grid_of(fmt, torch.float32), (len(before), 1)
+    how = K.How(rounding="nearest", overflow="saturate", random_bits=24, multiply=False, scaling="none", out=torch.float32, clip=False, **facts)
     own = lambda s: s.float() if s.dim() > 1 else s.float().expand(rows)
-    return _sums(_update_sums(how), (before, after, own(scale), own(scale_after)), Q._numbers(g, wide, before.device))[:3]
+    return _sums(_update_sums(how), (before, after, own(scale), own(scale_after)), K.numbers_of(g, facts["wide"], before.device))[:3]
 
 # %% ../../nbs/watching/04_monitors.ipynb #1c90fb18
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -563,7 +564,7 @@ class UpdateCounts:
         sizes = ((w2 - w) / s / ulp(fmt, w / s)).nan_to_num(0, 0, 0).quantile(_quantiles(w.device), dim=1).T
         shrink = torch.tensor([samples[n][3] for n in names]).to(w.device, non_blocking=True)[:, None]  # a blocking copy would wait
         z = w / s
-        stall = torch.where(shrink[:, 0] > 0, ((Q.fake_quantize(z * (1 - shrink), fmt) == z) & (z != 0)).sum(1) / (z != 0).sum(1), torch.nan)
+        stall = torch.where(shrink[:, 0] > 0, ((fake_quantize(z * (1 - shrink), fmt) == z) & (z != 0)).sum(1) / (z != 0).sum(1), torch.nan)
         parcel["sizes", tuple(names)] = torch.cat([sizes, moved[:, None], stall[:, None]], 1)
 
 # %% ../../nbs/watching/04_monitors.ipynb #4dfa1c63

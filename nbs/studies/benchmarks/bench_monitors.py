@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from altgrad.basics import write_atomic
-from altgrad.numbers.quantize import set_path
+from altgrad.numbers.kernels import set_path
 from altgrad.model.gpt import GPT, loss_of, preset
 from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
 from altgrad.model.products import fast_bfloat16

@@ -25,11 +25,12 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from altgrad.numbers import quantize
 from altgrad.basics import InputError, write_atomic
+from altgrad.numbers import quantize
 from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.formats import FP8Format, get_format
-from altgrad.numbers.quantize import fake_quantize, rounding_key
+from altgrad.numbers.kernels import rounding_key
+from altgrad.numbers.quantize import fake_quantize
 from altgrad.training.tracking import code_commit, machine, versions
 
 ROOT = Path(__file__).resolve().parents[3]
