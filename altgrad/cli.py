@@ -104,7 +104,7 @@ def settings_text(
 class _OneLineParser(argparse.ArgumentParser):
     "Reports a usage error as one line; `more` is a function of text that its help ends with."
     def __init__(self, *args: Any, more: Callable[[], str] | None = None, **kwargs: Any):
-        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        super().__init__(*args, **{**kwargs, "formatter_class": argparse.RawDescriptionHelpFormatter})
         self.more = more
 
     def format_help(self) -> str: return super().format_help() + (f"\n{self.more()}" if self.more else "")
@@ -478,7 +478,8 @@ def _workspace(args: argparse.Namespace) -> int:
 def explorer_notebook() -> dict[str, Any]:
     "Return a notebook that shows the explorer when it is opened and run."
     source = "from altgrad.views.explorer import explore\n\nexplore()"
-    cell = {"cell_type": "code", "execution_count": None, "id": "explore", "metadata": {}, "outputs": [], "source": source}
+    cell: dict[str, Any] = {"cell_type": "code", "execution_count": None, "id": "explore", "metadata": {}, "outputs": [],
+                            "source": source}
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     return {"cells": [cell], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PLACES', 'STORAGES', 'KINDS', 'RECOMPILES', 'Facts', 'facts_of', 'round_rows', 'grown_rows', 'Place', 'kind_of',
-           'Kind', 'Replicas', 'run_arms', 'Batches']
+           'Kind', 'Stack', 'Replicas', 'run_arms', 'Batches']
 
 # %% ../../nbs/evidence/04_replicas.ipynb #2d4b7c6b
 import math
@@ -186,13 +186,16 @@ def _grid_key(arm: Arm) -> tuple:
     "What arms share whose grids have the same numbers: the format and the floor, which plain AdamW has not."
     return arm.format, arm.rule, arm.floor_octaves
 
-class _Stacked:
-    "What a batch of arms consists of but for its storage, which `_start_storage` adds; the arms are of one kind and sorted by `_grid_key`."
+# %% ../../nbs/evidence/04_replicas.ipynb #9f408e53
+class Stack:
+    "Arms of one kind, sorted by `_grid_key`: their weights, one row a replica, and where these live."
     def __init__(self, arms: list[Arm], bench: Bench, device: torch.device | str):
         self.arms, self.task, self.device, self.kind = arms, bench.task, device, kind_of(arms[0])[0]
-        self.models = {name: bench.model(name).to(device).requires_grad_(False) for name in {a.checkpoint for a in arms}}
+        checkpoints = {a.checkpoint for a in arms}
+        self.models = {name: bench.model(name).to(device).requires_grad_(False) for name in checkpoints}
         self.model = self.models[arms[0].checkpoint]
-        self.names = [f"{name}.weight" for name, m in self.model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
+        linear = [name for name, m in self.model.named_modules() if isinstance(m, nn.Linear)]
+        self.names = [f"{name}.weight" for name in linear if name != "lm_head"]
         parts = [dict(self.models[a.checkpoint].named_parameters()) for a in arms]
         self.frozen = {name: torch.stack([p[name] for p in parts]) for name in parts[0]}
         self.shapes = [self.frozen[name].shape for name in self.names]
@@ -211,15 +214,13 @@ class _Stacked:
         same = [len(list(rows)) for _, rows in groupby(_grid_key(a) for a in self.arms)]
         self.slices = [slice(end - n, end) for n, end in zip(same, accumulate(same))]
 
-# %% ../../nbs/evidence/04_replicas.ipynb #9f408e53
-class _Batch(_Stacked):
-    "A batch of arms and where their weights live."
     def _start_storage(self) -> None:
         "Puts on the grid what is stored there."
-        column = lambda key: self._column([getattr(PLACES[a.storage], key) for a in self.arms], torch.bool)
+        def column(key: str) -> Tensor: return self._column([getattr(PLACES[a.storage], key) for a in self.arms], torch.bool)
         self.facts = facts_of([g["fmt"] for g in self.groups], self.w[0])
         self.on_grid, self.master, self.by_chance = column("on_grid"), column("rounded_at_use"), column("stochastic")
-        self.any_grid, self.any_master, self.any_chance = (bool(mask.any()) for mask in (self.on_grid, self.master, self.by_chance))
+        self.any_grid, self.any_master = bool(self.on_grid.any()), bool(self.master.any())
+        self.any_chance = bool(self.by_chance.any())
         self.alive, self.seeds = torch.ones_like(self.on_grid), self._column([a.seed for a in self.arms], torch.int64)
         self.scale = self.fresh_scales()
         self.w = [torch.where(self.on_grid, q, w) for w, q in zip(self.w, self.rounded())]
@@ -241,74 +242,79 @@ class _Batch(_Stacked):
 
     def used(self) -> list[Tensor]:
         "What the model multiplies with, [R, ...] each."
-        chosen = [torch.where(self.master, q, w) for w, q in zip(self.w, self.rounded())] if self.any_master else self.w
+        chosen = self.w
+        if self.any_master: chosen = [torch.where(self.master, q, w) for w, q in zip(self.w, self.rounded())]
         return [w.detach().view(shape) for w, shape in zip(chosen, self.shapes)]
 
 # %% ../../nbs/evidence/04_replicas.ipynb #99f39727
-class _Updated(_Batch):
-    "How a batch moves; `move` is that of its kind and `store` is `_store`, compiled or not."
+RECOMPILES = 64  # kernels for a function, one a shape, before it is an error
+
+class Replicas:
+    "Arms trained at once: the losses, the gradients and the updates of a `Stack`."
+    def __init__(self, arms: list[Arm], bench: Bench, device: torch.device | str = "cpu", compiled: bool = False):
+        self.stack = Stack(arms, bench, device)
+        kind = KINDS[self.stack.kind]
+        if compiled: torch._dynamo.config.recompile_limit = RECOMPILES
+        wrap = partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
+        self.losses, self.move, self.store = wrap(self._losses), wrap(kind.move), wrap(_store)
+
+    def _losses(self, used: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+        "The loss of each replica, [R]."
+        model = self.stack.model
+        def one(used, frozen, x, y): return loss_of(lambda tokens: functional_call(model, {**used, **frozen}, (tokens,)), x, y)
+        return torch.vmap(one)(dict(zip(self.stack.names, used)), self.stack.frozen, x, y)
+
+    def batch(self, bench: Bench, step: int) -> tuple[Tensor, Tensor]:
+        "Every replica's own batch, [R, batch, T]."
+        s = self.stack
+        size, texts = (s.task.batch_size, s.model.config.block_size), {(a.corpus, a.seed) for a in s.arms}
+        drawn = {key: get_batch(bench.corpus(key[0]).train, *size, key[1], step) for key in texts}
+        x, y = zip(*(drawn[a.corpus, a.seed] for a in s.arms))
+        return torch.stack(x).to(s.device), torch.stack(y).to(s.device)
+
+    def step(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        "One update; the losses before it, the weights before it, and as the rule proposed them."
+        s = self.stack
+        used = [w.requires_grad_() for w in s.used()]
+        with sdpa_kernel(SDPBackend.MATH): losses = self.losses(used, x, y)  # the way to attend that vmap knows on every device
+        grads = torch.autograd.grad(losses.sum(), used)
+        s.alive = s.alive & losses.detach().isfinite().unsqueeze(1)
+        return losses.detach(), s.w, self._update([g.flatten(1) for g in grads], step)
+
     @torch.no_grad()
     def _update(self, grads: list[Tensor], step: int) -> list[Tensor]:
         "Moves and stores every tensor; returns what was proposed."
-        for a, group in zip(self.arms, self.groups): group["lr"] = a.lr * ramp(step, self.task.steps, self.task.warmup)
-        like = torch.empty(0, dtype=self.w[0].dtype)
-        numbers = torch.stack([KINDS[self.kind].numbers(like, group, step) for group in self.groups]).to(self.device)
-        grids, keys = self._grid_numbers(), rounding_key(self.seeds, step - 1, torch.arange(len(self.w), device=self.device))
+        s = self.stack
+        for a, group in zip(s.arms, s.groups): group["lr"] = a.lr * ramp(step, s.task.steps, s.task.warmup)
+        like = torch.empty(0, dtype=s.w[0].dtype)
+        numbers = torch.stack([KINDS[s.kind].numbers(like, group, step) for group in s.groups]).to(s.device)
+        grids, keys = self._grid_numbers(), rounding_key(s.seeds, step - 1, torch.arange(len(s.w), device=s.device))
         proposed, stored, scales = [], [], []
-        for l, (w, g) in enumerate(zip(self.w, grads)):
-            proposed.append(self.move(w, g, self.moments[l], numbers, grids[:, l], self.limits[l]))
-            new, scale = proposed[l], self.scale[:, l : l + 1]
-            if self.any_grid:
-                noise = _batch_noise(new, keys[:, l], 1, 24) if self.any_chance else None
-                new, scale = self.store(new, w, scale, self.facts, self.on_grid, self.by_chance, noise)
-            stored.append(torch.where(self.alive, new, w))
+        for l, (w, g) in enumerate(zip(s.w, grads)):
+            proposed.append(self.move(w, g, s.moments[l], numbers, grids[:, l], s.limits[l]))
+            new, scale = proposed[l], s.scale[:, l : l + 1]
+            if s.any_grid:
+                noise = _batch_noise(new, keys[:, l], 1, 24) if s.any_chance else None
+                new, scale = self.store(new, w, scale, s.facts, s.on_grid, s.by_chance, noise)
+            stored.append(torch.where(s.alive, new, w))
             scales.append(scale)
-        self.w = stored
-        self.scale = torch.where(self.on_grid, torch.where(self.alive, torch.cat(scales, 1), self.scale), self.fresh_scales())
+        s.w = stored
+        s.scale = torch.where(s.on_grid, torch.where(s.alive, torch.cat(scales, 1), s.scale), s.fresh_scales())
         return proposed
 
     def _grid_numbers(self) -> Tensor:
         "What the rule needs of every grid, [R, tensors, K]: made format by format by the rules' own code."
-        make, amax, scale = KINDS[self.kind].grid, self.amax().double(), self.scale.double()
-        grids = lambda s: Grids(self.groups[s.start]["fmt"], scale[s].flatten(), amax[s].flatten())
-        rows = torch.cat([make(grids(s), self.groups[s.start]).unflatten(0, (-1, len(self.w))) for s in self.slices])
-        if make is _stiffness_numbers: rows[..., -1] = self._column([group["power"] for group in self.groups], torch.float64)
-        return rows.to(self.w[0].dtype)
-
-# %% ../../nbs/evidence/04_replicas.ipynb #9b0d8b36
-RECOMPILES = 64  # kernels for a function, one a shape, before it is an error
-
-class Replicas(_Updated):
-    "Arms trained at once."
-    def __init__(self, arms: list[Arm], bench: Bench, device: torch.device | str = "cpu", compiled: bool = False):
-        super().__init__(arms, bench, device)
-        if compiled: torch._dynamo.config.recompile_limit = RECOMPILES
-        wrap = partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
-        self.losses, self.move, self.store = wrap(self._losses), wrap(KINDS[self.kind].move), wrap(_store)
-
-    def _losses(self, used: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
-        "The loss of each replica, [R]."
-        def one(used, frozen, x, y): return loss_of(lambda tokens: functional_call(self.model, {**used, **frozen}, (tokens,)), x, y)
-        return torch.vmap(one)(dict(zip(self.names, used)), self.frozen, x, y)
-
-    def batch(self, bench: Bench, step: int) -> tuple[Tensor, Tensor]:
-        "Every replica's own batch, [R, batch, T]."
-        size = self.task.batch_size, self.model.config.block_size
-        drawn = {key: get_batch(bench.corpus(key[0]).train, *size, key[1], step) for key in {(a.corpus, a.seed) for a in self.arms}}
-        x, y = zip(*(drawn[a.corpus, a.seed] for a in self.arms))
-        return torch.stack(x).to(self.device), torch.stack(y).to(self.device)
-
-    def step(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        "One update; the losses before it, the weights before it, and as the rule proposed them."
-        used = [w.requires_grad_() for w in self.used()]
-        with sdpa_kernel(SDPBackend.MATH): losses = self.losses(used, x, y)  # the way to attend that vmap knows on every device
-        grads = torch.autograd.grad(losses.sum(), used)
-        self.alive = self.alive & losses.detach().isfinite().unsqueeze(1)
-        return losses.detach(), self.w, self._update([g.flatten(1) for g in grads], step)
+        s, make = self.stack, KINDS[self.stack.kind].grid
+        amax, scale = s.amax().double(), s.scale.double()
+        def grids(rows: slice) -> Grids: return Grids(s.groups[rows.start]["fmt"], scale[rows].flatten(), amax[rows].flatten())
+        parts = [make(grids(rows), s.groups[rows.start]).unflatten(0, (-1, len(s.w))) for rows in s.slices]
+        numbers = torch.cat(parts)
+        if make is _stiffness_numbers: numbers[..., -1] = s._column([group["power"] for group in s.groups], torch.float64)
+        return numbers.to(s.w[0].dtype)
 
 # %% ../../nbs/evidence/04_replicas.ipynb #20e4552e
 @torch.no_grad()
-def _explain(r: Replicas, before: list[Tensor], proposed: list[Tensor]) -> list[dict[str, float]]:
+def _explain(r: Stack, before: list[Tensor], proposed: list[Tensor]) -> list[dict[str, float]]:
     "Each replica's explanation of a step, averaged over the tensors by size."
     total, parts = sum(w.shape[1] for w in r.w), []
     for s in r.slices:
@@ -320,7 +326,7 @@ def _explain(r: Replicas, before: list[Tensor], proposed: list[Tensor]) -> list[
     columns = {key: torch.cat([part[key] for part in parts]).tolist() for key in parts[0]}
     return [dict(zip(columns, values)) for values in zip(*columns.values())]
 
-def _validate(r: Replicas, bench: Bench) -> list[list[float]]:
+def _validate(r: Stack, bench: Bench) -> list[list[float]]:
     "Every replica's validation losses, piece by piece, one replica after another."
     used, losses, texts = r.used(), [], {}
     for i, a in enumerate(r.arms):
@@ -334,22 +340,23 @@ def _validate(r: Replicas, bench: Bench) -> list[list[float]]:
 
 def _train(r: Replicas, bench: Bench) -> tuple[list[list[float]], list[list[dict[str, float]]]]:
     "Makes all updates; each replica's losses as long as they were finite, and its explanations so far."
-    table, course = [], []
-    for step in range(1, r.task.steps + 1):
+    task, table, course = r.stack.task, [], []
+    for step in range(1, task.steps + 1):
         losses, before, proposed = r.step(*r.batch(bench, step), step)
         table.append(losses)
-        if step % r.task.every == 0: course.append(_explain(r, before, proposed))
+        if step % task.every == 0: course.append(_explain(r.stack, before, proposed))
     losses = [list(takewhile(math.isfinite, row)) for row in torch.stack(table, 1).tolist()]
-    return losses, [[rows[i] for rows in course[: len(row) // r.task.every]] for i, row in enumerate(losses)]
+    return losses, [[rows[i] for rows in course[: len(row) // task.every]] for i, row in enumerate(losses)]
 
 # %% ../../nbs/evidence/04_replicas.ipynb #29fda98f
 def _run_batch(arms: list[Arm], bench: Bench, device: torch.device | str, compiled: bool) -> list[dict[str, Any]]:
     "The rows of arms of one kind."
-    began, r = time.perf_counter(), Replicas(arms, bench, device, compiled)
-    tensors = lambda: [[w[i].reshape(shape[1:]).cpu() for w, shape in zip(r.w, r.shapes)] for i in range(len(arms))]
-    start, start_scales, before = tensors(), r.scale.cpu(), _validate(r, bench)
-    losses, course = _train(r, bench)
-    after, end, scales = _validate(r, bench), tensors(), r.scale.cpu()
+    began, replicas = time.perf_counter(), Replicas(arms, bench, device, compiled)
+    r = replicas.stack
+    def tensors(i: int) -> list[Tensor]: return [w[i].reshape(shape[1:]).cpu() for w, shape in zip(r.w, r.shapes)]
+    start, start_scales, before = [tensors(i) for i in range(len(arms))], r.scale.cpu(), _validate(r, bench)
+    losses, course = _train(replicas, bench)
+    after, end, scales = _validate(r, bench), [tensors(i) for i in range(len(arms))], r.scale.cpu()
     facts = [explain_end(a.format, end[i], scales[i], start[i], start_scales[i]) for i, a in enumerate(arms)]
     seconds = (time.perf_counter() - began) / len(arms)
     runs = [Outcome(*run, seconds) for run in zip(before, losses, course, after, facts, end)]
@@ -385,8 +392,8 @@ def _hand_out(futures: list[Future], done: Future) -> None:
         else: future.set_result(done.result()[i])
 
 # %% ../../nbs/evidence/04_replicas.ipynb #d76e7f86
-class _Waiting:
-    "Runs that wait for a batch, and batches that are under way."
+class Batches:
+    "Worker processes that train runs in batches: runs that wait for one, and batches that are under way."
     def __init__(
         self,
         setup: tuple,  # of `Bench`
@@ -396,8 +403,10 @@ class _Waiting:
         linger: float = 0.3,  # seconds without a new run after which a batch begins
     ):
         self.workers, self.size, self.device, self.linger = sweep.Workers(processes, setup), size, device, linger
-        self.count, self.pool, self.waiting, self.flying, self.lock = processes * size, self, {}, set(), threading.RLock()
-        self.timer = None
+        self.count, self.pool, self.lock = processes * size, self, threading.RLock()
+        self.waiting: dict[Any, list[tuple[Arm, Future]]] = {}
+        self.flying: set[Future] = set()
+        self.timer: threading.Timer | None = None
 
     def _later(self) -> None:
         "Begins batches when nothing new has come for a moment."
@@ -426,9 +435,6 @@ class _Waiting:
             self.flying.discard(done)
             if any(self.waiting.values()): self._later()
 
-# %% ../../nbs/evidence/04_replicas.ipynb #577cb8e7
-class Batches(_Waiting):
-    "Worker processes that train runs in batches."
     def __enter__(self) -> "Batches": return self
     def __exit__(self, *_) -> None:
         self._forget()
