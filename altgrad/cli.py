@@ -55,31 +55,44 @@ what a run leaves behind
 # %% ../nbs/cli.ipynb #a1c0de31
 _EXAMPLES = {  # command -> what one types, and what that does
     "formats": (("altgrad formats", "all formats, one line each"),
-                ("altgrad formats E4M3b8 --codes", "a format that has no name: 4 + 3 bits, bias 8; and the value of every code")),
+                ("altgrad formats E4M3b8 --codes",
+                 "a format that has no name: 4 + 3 bits, bias 8; and the value of every code")),
     "train": (("altgrad train e4m3_fp8", "one run, into runs/e4m3_fp8"),
-              ('altgrad train my.yaml --set lr=1e-3 --set "gradient=E5M2 stochastic"', "a file, two settings changed")),
-    "compare": (("altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 --seeds 4", "three formats, four seeds each"),
-                ("altgrad compare e4m3_fp8 e4m3_fp8:storage=grid_nearest", "two storages of one format")),
-    "watch": (("altgrad watch runs/e4m3_fp8", "follow a run, or the ledger of a sweep, in the terminal"),
-              ("altgrad watch runs --page", "keep runs/watch.html up to date: all runs of the folder")),
-    "autopsy": (("altgrad autopsy runs/e4m3_fp8", "what went wrong, in order of time; drawn into the run's folder"),
-                ("altgrad autopsy runs/e2m5_fp8 --against runs/e4m3_fp8", "beside a run that went well")),
+              ('altgrad train my.yaml --set lr=1e-3 --set "gradient=E5M2 stochastic"',
+               "a file, two settings changed")),
+    "compare": (("altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 --seeds 4",
+                 "three formats, four seeds each"),
+                ("altgrad compare e4m3_fp8 e4m3_fp8:storage=grid_nearest",
+                 "two storages of one format")),
+    "watch": (("altgrad watch runs/e4m3_fp8",
+               "follow a run, or the ledger of a sweep, in the terminal"),
+              ("altgrad watch runs --page",
+               "keep runs/watch.html up to date: all runs of the folder")),
+    "autopsy": (("altgrad autopsy runs/e4m3_fp8",
+                 "what went wrong, in order of time; drawn into the run's folder"),
+                ("altgrad autopsy runs/e2m5_fp8 --against runs/e4m3_fp8",
+                 "beside a run that went well")),
     "explore": (("altgrad explore", "open the explorer in JupyterLab"),
                 ("altgrad explore --no-browser", "say its address instead, as on a server")),
     "sweep": (("altgrad sweep nbs/studies/matrices/tier1.yaml --out runs/ledger --corpus eurlex=path:laws.txt --dry-run",
                "which runs come next, and what they cost"),
               ("altgrad sweep mine.yaml --out runs/ledger --corpus eurlex=path:laws.txt --workers 4", "make them")),
     "replay": (("altgrad replay 3f9a --ledger nbs/results/ledger", "one run of the ledger again"),
-               ("altgrad replay 3f9a --ledger runs/ledger --corpus eurlex=path:laws.txt", "of one's own ledger")),
-    "max-lr": (("altgrad max-lr all --out runs/max-lr --corpus eurlex=path:laws.txt", "the eight formats under AdamW"),
+               ("altgrad replay 3f9a --ledger runs/ledger --corpus eurlex=path:laws.txt",
+                "of one's own ledger")),
+    "max-lr": (("altgrad max-lr all --out runs/max-lr --corpus eurlex=path:laws.txt",
+                "the eight formats under AdamW"),
                ("altgrad max-lr E4M3 --rule riemannian_adamw --out runs/max-lr --corpus eurlex=path:laws.txt", "another rule")),
     "workspace": (("altgrad workspace me/altgrad", "the page of the runs that were sent there"),
-                  ("altgrad workspace me/altgrad --ledger runs/ledger", "send a ledger's rows first")),
+                  ("altgrad workspace me/altgrad --ledger runs/ledger",
+                   "send a ledger's rows first")),
 }
 
+# %% ../nbs/cli.ipynb #5af074c5
 def _examples(*commands: str) -> str:
     "The examples of some commands, each with what it does beneath it."
-    lines = [f"  {typed}\n      {does}" for command in commands for typed, does in _EXAMPLES[command]]
+    lines = [f"  {typed}\n      {does}" for command in commands
+             for typed, does in _EXAMPLES[command]]
     return "\n".join(["examples", *lines]) + "\n"
 
 _EXITS = "\nexit codes: 0 done, 1 a run ended early, 2 something in the request is wrong, 130 interrupted\n"
@@ -104,10 +117,12 @@ def settings_text(
 class _OneLineParser(argparse.ArgumentParser):
     "Reports a usage error as one line; `more` is a function of text that its help ends with."
     def __init__(self, *args: Any, more: Callable[[], str] | None = None, **kwargs: Any):
-        super().__init__(*args, **{**kwargs, "formatter_class": argparse.RawDescriptionHelpFormatter})
+        super().__init__(*args, **{**kwargs,
+                                   "formatter_class": argparse.RawDescriptionHelpFormatter})
         self.more = more
 
-    def format_help(self) -> str: return super().format_help() + (f"\n{self.more()}" if self.more else "")
+    def format_help(self) -> str:
+        return super().format_help() + (f"\n{self.more()}" if self.more else "")
 
     def error(self, message: str) -> NoReturn:
         if len(message) > 200 or not message.isprintable():
@@ -121,17 +136,22 @@ def _setting(text: str) -> tuple[str, str]:
     if not equals or not key: raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key.strip(), value.strip()
 
-def _command(commands: Any, name: str, does: str, epilog: str = "", **more: Any) -> argparse.ArgumentParser:
+def _command(commands: Any, name: str, does: str, epilog: str = "",
+             **more: Any) -> argparse.ArgumentParser:
     "A command's parser, with its two examples."
-    return commands.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.", epilog=_examples(name) + epilog, **more)
+    return commands.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.",
+                               epilog=_examples(name) + epilog, **more)
 
 # %% ../nbs/cli.ipynb #194e1150
 def _add_sweep(commands: Any) -> None:
     "The parsers of `sweep` and `replay`."
-    sweep = _command(commands, "sweep", "run every arm of a matrix that is not in the ledger yet; a killed sweep goes on")
+    sweep = _command(commands, "sweep",
+                     "run every arm of a matrix that is not in the ledger yet; a killed sweep goes on")
     sweep.add_argument("matrix", metavar="MATRIX", help="a YAML file")
-    sweep.add_argument("--out", required=True, metavar="DIR", help="folder of the ledger; several matrices may share one")
-    sweep.add_argument("--workers", type=int, metavar="N", help="processes of one thread each (default: 1)")
+    sweep.add_argument("--out", required=True, metavar="DIR",
+                       help="folder of the ledger; several matrices may share one")
+    sweep.add_argument("--workers", type=int, metavar="N",
+                       help="processes of one thread each (default: 1)")
     sweep.add_argument("--executor", choices=("local", "ray", "batched"), default="local",
                        help="how the runs are made (default: local, one after another in each worker); "
                             "ray needs altgrad[ray]; batched trains many at once")
@@ -145,7 +165,8 @@ def _add_sweep(commands: Any) -> None:
                        help="list the next runs and what they cost, and make none (missing checkpoints are pretrained)")
     _add_accept(sweep)
     _add_corpus(sweep)
-    replay = _command(commands, "replay", "make one run of a ledger again and say whether it agrees")
+    replay = _command(commands, "replay",
+                      "make one run of a ledger again and say whether it agrees")
     replay.add_argument("run", metavar="ROW", help="the run's id, or its first digits")
     replay.add_argument("--ledger", required=True, metavar="FILE",
                         help="ledger.jsonl, a parquet file, or the folder of either; texts and checkpoints beside it are used")
@@ -167,56 +188,84 @@ def _add_search(commands: Any) -> None:
     "The parser of `max-lr`."
     does = "find the largest learning rate at which formats still train, by bisection; a killed search goes on"
     search = _command(commands, "max-lr", does)
-    search.add_argument("formats", metavar="FORMAT", nargs="+", help="8-bit formats, or all for the eight of them")
+    search.add_argument("formats", metavar="FORMAT", nargs="+",
+                        help="8-bit formats, or all for the eight of them")
     search.add_argument("--rule", default="adamw", help="update rule (default: adamw)")
-    search.add_argument("--power", type=float, default=0.0, help="of the stiffness, for stiffness_adamw (default: 0)")
-    search.add_argument("--storage", default="grid_stochastic", help="of the weights (default: grid_stochastic)")
-    search.add_argument("--guess", type=float, metavar="LR", help="learning rate to begin at (default: a usual one of the rule)")
-    search.add_argument("--on", default="eurlex", metavar="LABEL", help="text that is learnt (default: eurlex)")
-    search.add_argument("--out", required=True, metavar="DIR", help="folder of the ledger; several searches may share one")
-    search.add_argument("--workers", type=int, default=1, metavar="N", help="processes of one thread each (default: 1)")
+    search.add_argument("--power", type=float, default=0.0,
+                        help="of the stiffness, for stiffness_adamw (default: 0)")
+    search.add_argument("--storage", default="grid_stochastic",
+                        help="of the weights (default: grid_stochastic)")
+    search.add_argument("--guess", type=float, metavar="LR",
+                        help="learning rate to begin at (default: a usual one of the rule)")
+    search.add_argument("--on", default="eurlex", metavar="LABEL",
+                        help="text that is learnt (default: eurlex)")
+    search.add_argument("--out", required=True, metavar="DIR",
+                        help="folder of the ledger; several searches may share one")
+    search.add_argument("--workers", type=int, default=1, metavar="N",
+                        help="processes of one thread each (default: 1)")
     _add_accept(search)
     _add_corpus(search)
 
 # %% ../nbs/cli.ipynb #a15f66cc
 def _add_readers(commands: Any) -> None:
     "The parsers of `watch`, `autopsy`, `explore`, `workspace` and `formats`."
-    p = _command(commands, "watch", "follow a run, or a sweep's ledger, in the terminal, or all runs of a folder on a page")
-    p.add_argument("run", metavar="RUN", help="a run's folder, or that of a ledger; with --page also a folder of runs")
-    p.add_argument("--once", action="store_true", help="show it once, as where the output is no terminal")
-    p.add_argument("--page", action="store_true", help="write RUN/watch.html instead, and renew it while runs go on")
+    p = _command(commands, "watch",
+                 "follow a run, or a sweep's ledger, in the terminal, or all runs of a folder on a page")
+    p.add_argument("run", metavar="RUN",
+                   help="a run's folder, or that of a ledger; with --page also a folder of runs")
+    p.add_argument("--once", action="store_true",
+                   help="show it once, as where the output is no terminal")
+    p.add_argument("--page", action="store_true",
+                   help="write RUN/watch.html instead, and renew it while runs go on")
     does = "say what went wrong in a run: what left its range first, where, and how long before the loss showed it"
     p = _command(commands, "autopsy", does)
     p.add_argument("run", metavar="RUN", help="a run's folder")
-    p.add_argument("--against", metavar="RUN", help="a healthy run (default: the bfloat16 run beside it with the same text and steps)")
+    p.add_argument("--against", metavar="RUN",
+                   help="a healthy run (default: the bfloat16 run beside it with the same text and steps)")
     p = _command(commands, "explore", "open the explorer of formats in JupyterLab")
-    p.add_argument("--no-browser", action="store_true", help="open no browser; the address is printed")
-    p.add_argument("--out", default="explore.ipynb", metavar="FILE", help="the notebook; made where it is missing (default: explore.ipynb)")
+    p.add_argument("--no-browser", action="store_true",
+                   help="open no browser; the address is printed")
+    p.add_argument("--out", default="explore.ipynb", metavar="FILE",
+                   help="the notebook; made where it is missing (default: explore.ipynb)")
     p = _command(commands, "workspace", "make the page of comparisons in a project of W&B")
-    p.add_argument("project", metavar="ENTITY/PROJECT", help="where the runs were sent to, with --wandb online or `wandb sync`")
-    p.add_argument("--ledger", metavar="PATH", help="send the rows of this ledger there first, and make the page for them")
+    p.add_argument("project", metavar="ENTITY/PROJECT",
+                   help="where the runs were sent to, with --wandb online or `wandb sync`")
+    p.add_argument("--ledger", metavar="PATH",
+                   help="send the rows of this ledger there first, and make the page for them")
     p = _command(commands, "formats", "list the formats, or show one")
-    p.add_argument("name", nargs="?", metavar="NAME", help="a format's name or spec, e.g. E4M3 or E4M3b8")
-    p.add_argument("--codes", action="store_true", help="show the value of every code of the format")
+    p.add_argument("name", nargs="?", metavar="NAME",
+                   help="a format's name or spec, e.g. E4M3 or E4M3b8")
+    p.add_argument("--codes", action="store_true",
+                   help="show the value of every code of the format")
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 # %% ../nbs/cli.ipynb #83bcd609
 def make_parser() -> argparse.ArgumentParser:
     "Make the parser of the `altgrad` command."
-    parser = _OneLineParser(prog="altgrad", description="Train small GPTs in every 8-bit floating-point format and compare them.",
+    parser = _OneLineParser(prog="altgrad",
+                            description="Train small GPTs in every 8-bit floating-point format and compare them.",
                             epilog=_examples("formats", "train", "compare", "watch") + _EXITS)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     train = _command(commands, "train", "train one config", _CONFIGS + _LEAVES, more=settings_text)
-    train.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a packaged config; settings may follow: CONFIG:KEY=VALUE,...")
-    compare = _command(commands, "compare", "train several configs that differ in one thing, and compare them", _CONFIGS + _SEEDS)
-    compare.add_argument("config", metavar="CONFIG", nargs="+", help="as for altgrad train; settings of one arm may follow: CONFIG:KEY=VALUE,...")
-    compare.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each arm, with N seeds from the config's on (default: 1)")
+    train.add_argument("config", metavar="CONFIG",
+                       help="a YAML file, or the name of a packaged config; settings may follow: CONFIG:KEY=VALUE,...")
+    compare = _command(commands, "compare",
+                       "train several configs that differ in one thing, and compare them",
+                       _CONFIGS + _SEEDS)
+    compare.add_argument("config", metavar="CONFIG", nargs="+",
+                         help="as for altgrad train; settings of one arm may follow: CONFIG:KEY=VALUE,...")
+    compare.add_argument("--seeds", type=int, default=1, metavar="N",
+                         help="runs of each arm, with N seeds from the config's on (default: 1)")
     for p in (train, compare):
-        p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append", type=_setting, default=[],
+        p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append", type=_setting,
+                       default=[],
                        help="change a setting; may be repeated")
-        p.add_argument("--out", default="runs", metavar="DIR", help="folder that gets one folder a run (default: runs)")
-        p.add_argument("--wandb", choices=("offline", "online", "off"), default="offline", help="mirror of the metrics (default: offline)")
-        p.add_argument("--json", action="store_true", help="print JSON instead of tables, and no progress")
+        p.add_argument("--out", default="runs", metavar="DIR",
+                       help="folder that gets one folder a run (default: runs)")
+        p.add_argument("--wandb", choices=("offline", "online", "off"), default="offline",
+                       help="mirror of the metrics (default: offline)")
+        p.add_argument("--json", action="store_true",
+                       help="print JSON instead of tables, and no progress")
     _add_sweep(commands)
     _add_search(commands)
     _add_readers(commands)
@@ -233,8 +282,10 @@ def format_facts(
     from altgrad.numbers.formats import get_format
 
     fmt = get_format(name)
-    derived = ("spec", "bits", "max", "min", "min_normal", "min_subnormal", "min_spacing", "max_exponent", "min_exponent", "eps",
-               "dynamic_range_octaves", "n_values", "code_max", "code_min", "code_minus_zero", "code_inf", "code_nan")
+    derived = ("spec", "bits", "max", "min", "min_normal", "min_subnormal", "min_spacing",
+               "max_exponent", "min_exponent", "eps",
+               "dynamic_range_octaves", "n_values", "code_max", "code_min", "code_minus_zero",
+               "code_inf", "code_nan")
     facts = asdict(fmt) | {key: getattr(fmt, key) for key in derived} | {"finite": int(fmt.values.isfinite().sum())}
     return facts | {"values": [v if math.isfinite(v) else str(v) for v in fmt.values.tolist()]} if codes else facts
 
@@ -244,9 +295,11 @@ def _formats(args: argparse.Namespace) -> int:
     from altgrad.basics import InputError
     from altgrad.numbers.formats import FORMATS, get_format
 
-    if args.codes and args.name is None: raise InputError("--codes shows the codes of one format; name it, as in altgrad formats E4M3 --codes")
+    if args.codes and args.name is None:
+        raise InputError("--codes shows the codes of one format; name it, as in altgrad formats E4M3 --codes")
     if args.json:
-        facts = [format_facts(name, args.codes) for name in (FORMATS if args.name is None else [args.name])]
+        facts = [format_facts(name, args.codes)
+                 for name in (FORMATS if args.name is None else [args.name])]
         print(json.dumps(facts if args.name is None else facts[0]), flush=True)
     elif args.name is not None: print(get_format(args.name).card(args.codes), flush=True)
     else: _list_formats()
@@ -261,7 +314,8 @@ def _list_formats() -> None:
     from altgrad.numbers.formats import EIGHT_BIT, FORMATS, exact_text
 
     columns = ("name", "spec", "bits", "max", "min_normal", "min_subnormal", "n_values")
-    table = Table(*(key.removeprefix("n_").replace("_", "\n") for key in columns), box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    table = Table(*(key.removeprefix("n_").replace("_", "\n") for key in columns), box=SIMPLE_HEAD,
+                  show_edge=False, pad_edge=False, padding=0)
     for name, fmt in FORMATS.items():
         cells = (getattr(fmt, key) for key in columns)
         table.add_row(*("-" if v is None else v if isinstance(v, str) else exact_text(v) for v in cells), end_section=name == EIGHT_BIT[-1])
@@ -277,13 +331,15 @@ def _train(args: argparse.Namespace) -> int:
     from altgrad.model.parallel import agree, rank
     from altgrad.training.trainer import Trainer, succeeded
 
-    trainer = Trainer(agree(find_config, args.config, dict(args.changes)), args.out, mirror=args.wandb)
+    trainer = Trainer(agree(find_config, args.config, dict(args.changes)), args.out,
+                      mirror=args.wandb)
     if rank() == 0: _announce(args, [trainer])
     record = trainer.run(progress=not args.json)
     if rank() > 0: return 0 if succeeded(record) else 1  # process 0 speaks for all
     figure = _draw_run(trainer.folder.path)
     if args.json: print(json.dumps(record))
-    else: print(f"{record['exit_reason']}: validation {_outcome(record['results'])}; see {trainer.folder.path}\nfigure: {figure}")
+    else:
+        print(f"{record['exit_reason']}: validation {_outcome(record['results'])}; see {trainer.folder.path}\nfigure: {figure}")
     return 0 if succeeded(record) else 1
 
 def _draw_run(folder: Path) -> Path:
@@ -343,7 +399,8 @@ def _compare(args: argparse.Namespace) -> int:
     result = compare(configs, args.out, not args.json, announce=announce, seeds=args.seeds)
     figure = Path(args.out) / "comparison.png"
     save_figure(plot_comparison(result), figure)
-    facts = {"seeds": result.seeds, "about_gaps": gap_line(result), "figure": str(figure), "folder": str(args.out),
+    facts = {"seeds": result.seeds, "about_gaps": gap_line(result), "figure": str(figure),
+             "folder": str(args.out),
              "unigram_entropy": result.unigram_entropy, "bigram_entropy": result.bigram_entropy}
     if args.json: print(json.dumps({"rows": result.rows(), **facts}))
     else:
@@ -361,12 +418,17 @@ def _sweep(args: argparse.Namespace) -> int:
     from altgrad.evidence.instrument import Bench
     from altgrad.evidence.sweep import Sweep, compact, describe, read_matrix
 
-    if args.workers is not None and args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
-    if args.executor != "ray" and (args.ray_address or args.ray_gpus): raise InputError("--ray-address and --ray-gpus need --executor ray")
-    if args.executor == "ray" and args.workers: raise InputError("--workers is not for --executor ray; a Ray cluster has as many as it has CPUs")
-    if args.replicas is not None and (args.executor != "batched" or args.replicas < 1): raise InputError("--replicas is at least 1, and for --executor batched")
+    if args.workers is not None and args.workers < 1:
+        raise InputError(f"--workers must be at least 1, not {args.workers}")
+    if args.executor != "ray" and (args.ray_address or args.ray_gpus):
+        raise InputError("--ray-address and --ray-gpus need --executor ray")
+    if args.executor == "ray" and args.workers:
+        raise InputError("--workers is not for --executor ray; a Ray cluster has as many as it has CPUs")
+    if args.replicas is not None and (args.executor != "batched" or args.replicas < 1):
+        raise InputError("--replicas is at least 1, and for --executor batched")
     workers = args.workers or 1
-    sweep = Sweep(read_matrix(read_small(args.matrix)), args.out, Bench(args.checkpoints, dict(args.corpus)), args.accept)
+    sweep = Sweep(read_matrix(read_small(args.matrix)), args.out,
+                  Bench(args.checkpoints, dict(args.corpus)), args.accept)
     pool = _pool(args, sweep)
     sweep.build()
     if args.dry_run:
@@ -375,7 +437,8 @@ def _sweep(args: argparse.Namespace) -> int:
     print(describe(sweep, workers)[-1], file=sys.stderr)
     failed = sweep.run(workers, pool=pool)
     compact(sweep.ledger.rows(), Path(args.out) / "ledger.parquet")
-    print(f"{len(sweep.rows) - failed} runs in {sweep.ledger.path}" + (f"; {failed} failed, and will be tried again by the next sweep" if failed else ""))
+    print(f"{len(sweep.rows) - failed} runs in {sweep.ledger.path}"
+          + (f"; {failed} failed, and will be tried again by the next sweep" if failed else ""))
     return 1 if failed else 0
 
 # %% ../nbs/cli.ipynb #b8247169
@@ -388,7 +451,8 @@ def _pool(args: argparse.Namespace, sweep: Any) -> Any:
         from altgrad.evidence.replicas import Batches
 
         b, device = sweep.bench, "cuda" if torch.cuda.is_available() else "cpu"
-        return Batches((b.folder, b.data, b.task, b.cache), args.replicas or {"cpu": 8, "cuda": 128}[device], args.workers or 1, device)
+        return Batches((b.folder, b.data, b.task, b.cache),
+                       args.replicas or {"cpu": 8, "cuda": 128}[device], args.workers or 1, device)
     from altgrad.evidence.cluster import RayWorkers
 
     workers = RayWorkers(sweep, args.ray_address, gpus=args.ray_gpus)
@@ -407,7 +471,8 @@ def _max_lr(args: argparse.Namespace) -> int:
     if args.rule not in GUESSES: raise unknown("rule", args.rule, GUESSES)
     guess = GUESSES[args.rule] if args.guess is None else args.guess
     arms = [Arm(format=n, storage=args.storage, rule=args.rule, power=args.power, lr=guess, corpus=args.on) for n in dict.fromkeys(names)]
-    search = StabilitySearch(arms, args.out, Bench(args.checkpoints, dict(args.corpus)), accept=args.accept)
+    search = StabilitySearch(arms, args.out, Bench(args.checkpoints, dict(args.corpus)),
+                             accept=args.accept)
     search.build()
     failed = search.run(args.workers)
     def show(rate: float | None) -> str: return "-" if rate is None else f"{rate:g}"
@@ -448,9 +513,12 @@ def _keep_page(args: argparse.Namespace) -> None:
     from altgrad.views.page import keep_page, write_page
 
     going_on = write_page(args.run)
-    print(f"page: {Path(args.run) / 'watch.html'}" + (", renewed until the runs have ended" if going_on and not args.once else ""), flush=True)
+    print(f"page: {Path(args.run) / 'watch.html'}"
+          + (", renewed until the runs have ended" if going_on and not args.once else ""),
+          flush=True)
     if going_on and not args.once: keep_page(args.run)
 
+# %% ../nbs/cli.ipynb #1b31f952
 def _autopsy(args: argparse.Namespace) -> int:
     "`altgrad autopsy RUN`"
     import matplotlib
@@ -478,7 +546,8 @@ def _workspace(args: argparse.Namespace) -> int:
 def explorer_notebook() -> dict[str, Any]:
     "Return a notebook that shows the explorer when it is opened and run."
     source = "from altgrad.views.explorer import explore\n\nexplore()"
-    cell: dict[str, Any] = {"cell_type": "code", "execution_count": None, "id": "explore", "metadata": {}, "outputs": [],
+    cell: dict[str, Any] = {"cell_type": "code", "execution_count": None, "id": "explore",
+                            "metadata": {}, "outputs": [],
                             "source": source}
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     return {"cells": [cell], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
@@ -493,13 +562,15 @@ def _explore(args: argparse.Namespace) -> int:
     for package, extra in (("jupyterlab", "dev"), ("ipywidgets", "explore")):
         if importlib.util.find_spec(package) is None:
             raise InputError(f"altgrad explore needs the package {package} (pip install 'altgrad[{extra}]')")
-    if not Path(args.out).exists(): write_atomic(args.out, json.dumps(explorer_notebook(), indent=1))
+    if not Path(args.out).exists():
+        write_atomic(args.out, json.dumps(explorer_notebook(), indent=1))
     _tell(f"opening {args.out} in JupyterLab; run its cell (Shift+Enter), Ctrl-C here ends it")
     flags = ["--no-browser"] if args.no_browser else []
     return subprocess.call([sys.executable, "-m", "jupyterlab", args.out, *flags])
 
 # %% ../nbs/cli.ipynb #30cad1f6
-_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
+            if hasattr(signal, name)]
 
 def _interrupt(*_):
     "The first signal interrupts; what is then written down is not disturbed by a second one."
@@ -513,7 +584,8 @@ def _join(args: argparse.Namespace) -> None:
     from altgrad.model.parallel import join, world
 
     join()
-    if world() > 1 and args.command != "train": raise InputError(f"torchrun is for altgrad train, not for altgrad {args.command}")
+    if world() > 1 and args.command != "train":
+        raise InputError(f"torchrun is for altgrad train, not for altgrad {args.command}")
 
 def _speaks() -> bool:
     "Whether this process prints what all of them have to say."
@@ -524,10 +596,12 @@ def _refuse_empty(args: argparse.Namespace) -> None:
     from altgrad.basics import InputError
 
     for name, value in vars(args).items():
-        if value == "" or isinstance(value, list) and "" in value: raise InputError(f"the argument {name!r} is empty")
+        if value == "" or isinstance(value, list) and "" in value:
+            raise InputError(f"the argument {name!r} is empty")
 
 # %% ../nbs/cli.ipynb #7f8fdd19
-_COMMANDS = {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay, "max-lr": _max_lr,
+_COMMANDS = {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep,
+             "replay": _replay, "max-lr": _max_lr,
              "watch": _watch, "autopsy": _autopsy, "explore": _explore, "workspace": _workspace}
 
 def _run(args: argparse.Namespace) -> int:
@@ -577,10 +651,12 @@ def main(
     try:
         try: return _run(make_parser().parse_args(argv))
         finally: sys.stdout.flush()
-    except KeyboardInterrupt: return _say("interrupted; the same command goes on from the last checkpoint", 130) if _speaks() else 130
+    except KeyboardInterrupt:
+        return _say("interrupted; the same command goes on from the last checkpoint", 130) if _speaks() else 130
     except BrokenPipeError:  # the reader has seen enough, as `head` has
         _drop(sys.stdout)
         return 0
     except OSError as e:
         _drop(sys.stdout)
-        return _say(f"cannot use {str(e.filename)[:150]!r}: {e.strerror}" if e.filename else f"the output or the system failed: {e.strerror or e}", 2)
+        return _say(f"cannot use {str(e.filename)[:150]!r}: {e.strerror}" if e.filename
+                    else f"the output or the system failed: {e.strerror or e}", 2)

@@ -85,7 +85,7 @@ def test_a_storage_without_a_line_in_the_table_is_refused(here, monkeypatch):
 
 def changed_package(folder: Path, old: str, new: str) -> dict[str, str]:
     "The environment of a copy of the package in whose `optim` one text is another."
-    package = Path(instrument.__file__).parent
+    package = Path(instrument.__file__).parents[1]
     shutil.copytree(package, folder / "altgrad", ignore=shutil.ignore_patterns("__pycache__"))
     source = (folder / "altgrad/geometry/optim.py").read_text(encoding="utf-8")
     assert source.count(old) == 1

@@ -53,11 +53,14 @@ def facts_of(
     like: Tensor,  # of any shape; the numbers get its dtype and device
 ) -> Facts:
     "The facts of formats as columns."
-    column = lambda values, dtype=like.dtype: torch.tensor(values, dtype=dtype, device=like.device).view(-1, 1)
+    column = lambda values, dtype=like.dtype: torch.tensor(values, dtype=dtype,
+                                                           device=like.device).view(-1, 1)
     top, exponent = torch.frexp(torch.tensor([f.max for f in formats], dtype=torch.float64))
     whole = _EXPONENT[like.dtype][0]
-    return Facts(column([2.0**-f.mantissa_bits for f in formats]), column([f.min_spacing for f in formats]), column([f.max for f in formats]),
-                 column(top.tolist(), torch.float64), column(exponent.tolist(), torch.int32), column([int(not f.mantissa_bits) for f in formats], whole))
+    return Facts(column([2.0**-f.mantissa_bits for f in formats]),
+                 column([f.min_spacing for f in formats]), column([f.max for f in formats]),
+                 column(top.tolist(), torch.float64), column(exponent.tolist(), torch.int32),
+                 column([int(not f.mantissa_bits) for f in formats], whole))
 
 # %% ../../nbs/evidence/04_replicas.ipynb #d38c3384
 def round_rows(
@@ -75,7 +78,8 @@ def round_rows(
     steps = (k - odd).round() + odd
     if noise is not None:
         low = k.floor()
-        steps = torch.where(torch.as_tensor(by_chance, device=z.device), low + (k - low > noise), steps)
+        steps = torch.where(torch.as_tensor(by_chance, device=z.device), low + (k - low > noise),
+                            steps)
     return (steps * u).copysign(z)
 
 # %% ../../nbs/evidence/04_replicas.ipynb #3f13ba73
@@ -122,29 +126,34 @@ def _columns(rows: Tensor) -> Tensor:
 _bend_rows = torch.vmap(partial(_bend, formula="ulp", special=None, normalize=True))
 _rung_rows = torch.vmap(_rung_pass)
 
-def _move_update(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor) -> Tensor:
+def _move_update(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor,
+                 limit: Tensor) -> Tensor:
     w, n, bent = w.clone(), _columns(numbers), torch.empty_like(w)
     ratio = _bend_rows(_adam(g, *moments, n), w, bent, grid).unsqueeze(1)
     _decay_and_add_pass(w, bent, ratio, n)
     return w
 
-def _move_gradient(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor) -> Tensor:
+def _move_gradient(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor,
+                   limit: Tensor) -> Tensor:
     w, bent = w.clone(), torch.empty_like(w)
     ratio = _bend_rows(g, w, bent, grid).unsqueeze(1)
     _adam_pass(w, bent, ratio, *moments, _columns(numbers))
     return w
 
-def _move_riemannian(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor) -> Tensor:
+def _move_riemannian(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor,
+                     limit: Tensor) -> Tensor:
     w = w.clone()
     _riemannian_pass(w, g, *moments, _columns(numbers), _columns(grid))
     return w
 
-def _move_madam(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor) -> Tensor:
+def _move_madam(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor,
+                limit: Tensor) -> Tensor:
     w = w.clone()
     _madam_pass(w, g, *moments, limit, _columns(numbers))
     return w
 
-def _move_grid_sgd(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor) -> Tensor:
+def _move_grid_sgd(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor,
+                   limit: Tensor) -> Tensor:
     w = w.clone()
     length = _rung_rows(w, g, moments[0], numbers[:, 3], grid).unsqueeze(1)
     _climb_pass(w, moments[0], length, _columns(numbers)[:3], _columns(grid), None, False)
@@ -175,7 +184,8 @@ KINDS = {
 }
 
 # %% ../../nbs/evidence/04_replicas.ipynb #a67db992
-def _store(w: Tensor, before: Tensor, scale: Tensor, f: Facts, on_grid: Tensor, by_chance: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+def _store(w: Tensor, before: Tensor, scale: Tensor, f: Facts, on_grid: Tensor, by_chance: Tensor,
+           noise: Tensor | None) -> tuple[Tensor, Tensor]:
     "What the storages make of proposed weights `w` [R, n], and the scales [R, 1]: `write` of `altgrad.geometry.storage` for the rows on a grid."
     proposed, w = w, torch.where(w.isfinite(), w, before)
     scale = torch.where(on_grid, grown_rows(w.abs().amax(1, keepdim=True), scale, f), scale)
@@ -321,7 +331,8 @@ def _explain(r: Stack, before: list[Tensor], proposed: list[Tensor]) -> list[dic
         fmt, means = r.groups[s.start]["fmt"], {}
         for l, three in enumerate(zip(before, proposed, r.w)):
             found = explain_step(*(w[s] for w in three), r.scale[s, l : l + 1], fmt)
-            for key, v in found.items(): means[key] = means.get(key, 0) + v.double() * three[0].shape[1]
+            for key, v in found.items():
+                means[key] = means.get(key, 0) + v.double() * three[0].shape[1]
         parts.append({key: v / total for key, v in means.items()})
     columns = {key: torch.cat([part[key] for part in parts]).tolist() for key in parts[0]}
     return [dict(zip(columns, values)) for values in zip(*columns.values())]
@@ -332,7 +343,8 @@ def _validate(r: Stack, bench: Bench) -> list[list[float]]:
     for i, a in enumerate(r.arms):
         model, key = r.models[a.checkpoint], (a.corpus, a.split)
         if key not in texts:
-            pieces = validation_pieces(bench.corpus(a.corpus).val, a.split, model.config.block_size, r.task)
+            pieces = validation_pieces(bench.corpus(a.corpus).val, a.split, model.config.block_size,
+                                       r.task)
             texts[key] = [t.to(r.device) for t in pieces]
         for name, w in zip(r.names, used): model.get_parameter(name).copy_(w[i])
         losses.append(piece_losses(model, *texts[key], r.task.chunks))
@@ -346,18 +358,22 @@ def _train(r: Replicas, bench: Bench) -> tuple[list[list[float]], list[list[dict
         table.append(losses)
         if step % task.every == 0: course.append(_explain(r.stack, before, proposed))
     losses = [list(takewhile(math.isfinite, row)) for row in torch.stack(table, 1).tolist()]
-    return losses, [[rows[i] for rows in course[: len(row) // task.every]] for i, row in enumerate(losses)]
+    return losses, [[rows[i] for rows in course[: len(row) // task.every]]
+                    for i, row in enumerate(losses)]
 
 # %% ../../nbs/evidence/04_replicas.ipynb #29fda98f
-def _run_batch(arms: list[Arm], bench: Bench, device: torch.device | str, compiled: bool) -> list[dict[str, Any]]:
+def _run_batch(arms: list[Arm], bench: Bench, device: torch.device | str,
+               compiled: bool) -> list[dict[str, Any]]:
     "The rows of arms of one kind."
     began, replicas = time.perf_counter(), Replicas(arms, bench, device, compiled)
     r = replicas.stack
-    def tensors(i: int) -> list[Tensor]: return [w[i].reshape(shape[1:]).cpu() for w, shape in zip(r.w, r.shapes)]
+    def tensors(i: int) -> list[Tensor]:
+        return [w[i].reshape(shape[1:]).cpu() for w, shape in zip(r.w, r.shapes)]
     start, start_scales, before = [tensors(i) for i in range(len(arms))], r.scale.cpu(), _validate(r, bench)
     losses, course = _train(replicas, bench)
     after, end, scales = _validate(r, bench), [tensors(i) for i in range(len(arms))], r.scale.cpu()
-    facts = [explain_end(a.format, end[i], scales[i], start[i], start_scales[i]) for i, a in enumerate(arms)]
+    facts = [explain_end(a.format, end[i], scales[i], start[i], start_scales[i])
+             for i, a in enumerate(arms)]
     seconds = (time.perf_counter() - began) / len(arms)
     runs = [Outcome(*run, seconds) for run in zip(before, losses, course, after, facts, end)]
     return [{**make_row(a, bench, run), "engine": "batched"} for a, run in zip(arms, runs)]
@@ -374,7 +390,8 @@ def run_arms(
     kinds, rows, arms = {}, {}, list(arms)
     for arm in sorted(set(arms), key=_grid_key): kinds.setdefault(kind_of(arm), []).append(arm)
     for same in kinds.values():
-        for i in range(0, len(same), size): rows |= zip(same[i : i + size], _run_batch(same[i : i + size], bench, device, compiled))
+        for i in range(0, len(same), size):
+            rows |= zip(same[i : i + size], _run_batch(same[i : i + size], bench, device, compiled))
     return [rows[arm] for arm in arms]
 
 # %% ../../nbs/evidence/04_replicas.ipynb #f4990cf5
@@ -383,12 +400,14 @@ def _work_batch(arms: list[Arm], device: str) -> list[dict[str, Any]]:
     try:
         here = {"error": None, "machine": machine(device), "versions": versions()}
         return [{**row, **here} for row in run_arms(arms, sweep._BENCH, device, len(arms))]
-    except Exception as e: return [{"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}] * len(arms)
+    except Exception as e:
+        return [{"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}] * len(arms)
 
 def _hand_out(futures: list[Future], done: Future) -> None:
     "Gives every run of a batch its row."
     for i, future in enumerate(futures):
-        if done.cancelled() or done.exception(): future.set_exception(BrokenProcessPool("the worker process died"))
+        if done.cancelled() or done.exception():
+            future.set_exception(BrokenProcessPool("the worker process died"))
         else: future.set_result(done.result()[i])
 
 # %% ../../nbs/evidence/04_replicas.ipynb #d76e7f86

@@ -23,7 +23,8 @@ def find_runs(
 ) -> list[StoredRun]:
     "Return the runs in a folder, by name; InputError where there is none."
     folder = Path(folder)
-    places = [folder] if (folder / "config.yaml").is_file() else sorted(p.parent for p in folder.glob("*/config.yaml"))
+    places = [folder] if (folder / "config.yaml").is_file() else sorted(p.parent
+                                                                        for p in folder.glob("*/config.yaml"))
     if not places: raise InputError(f"{folder} holds no run (config.yaml)")
     return [StoredRun(place) for place in places]
 
@@ -39,10 +40,12 @@ class RunView(NamedTuple):
     numbers: dict[str, float]  # for the parallel coordinates
     flags: list[str]  # such as "nonfinite at step 3"
 
-AXES = ("lr", "rule_lr", "grad_norm", "overflow_rate", "underflow_rate", "bit_stall_rate", "tokens_per_s", "loss", "val_loss")
+AXES = ("lr", "rule_lr", "grad_norm", "overflow_rate", "underflow_rate", "bit_stall_rate",
+        "tokens_per_s", "loss", "val_loss")
 LOGARITHMIC = ("lr", "rule_lr", "grad_norm")
 _MOST_FLAGS = 5
 
+# %% ../../nbs/views/05_page.ipynb #704539e5
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -56,12 +59,15 @@ def read_run(
     config, rows = run.stored_config() or {}, Tail(run.metrics_file).read()
     peaks = {key: config[key] for key in ("lr", "rule_lr") if _is_number(config.get(key))}
     last = {key: points[-1][1] for key in AXES if (points := _points(rows, key))}
-    flags = [f"{event.get('kind', 'event')} at step {row['step']}" for row in rows for event in row.get("events", ())]
+    flags = [f"{event.get('kind', 'event')} at step {row['step']}" for row in rows
+             for event in row.get("events", ())]
     if len(flags) > _MOST_FLAGS: flags = [*flags[:_MOST_FLAGS], f"{len(flags) - _MOST_FLAGS} more"]
     return RunView(
-        name=str(config.get("name", run.path.name)), format=str(config.get("format") or ""), state=state_of(run).partition(" (")[0],
+        name=str(config.get("name", run.path.name)), format=str(config.get("format") or ""),
+        state=state_of(run).partition(" (")[0],
         step=rows[-1]["step"] if rows else 0, steps=config.get("max_steps", 0),
-        losses=_points(rows, "loss"), validation=_points(rows, "val_loss"), numbers=last | peaks, flags=flags)
+        losses=_points(rows, "loss"), validation=_points(rows, "val_loss"), numbers=last | peaks,
+        flags=flags)
 
 # %% ../../nbs/views/05_page.ipynb #94365cd9
 _WIDTH, _HEIGHT, _MARGIN = 860, 300, 56
@@ -82,6 +88,7 @@ def _svg(label: str, parts: list[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(label)}"'
     return f'{head} style="width:100%;max-width:{_WIDTH}px">{"".join(parts)}</svg>'
 
+# %% ../../nbs/views/05_page.ipynb #db2012c1
 def share(
     value: float,
     low: float,
@@ -99,7 +106,8 @@ def draw_curves(
     "Draw the training losses as lines and the validation losses as dots."
     everything = [p for v in views for p in v.losses + v.validation]
     if not everything: return "<p>no step yet</p>"
-    last, (low, high) = max(s for s, _ in everything), (min(x for _, x in everything), max(x for _, x in everything))
+    last, (low, high) = max(s for s, _ in everything), (min(x for _, x in everything),
+                                                        max(x for _, x in everything))
 
     def place(step: int, loss: float) -> tuple[float, float]:
         x = _MARGIN + (_WIDTH - 3 * _MARGIN) * step / last
@@ -112,7 +120,8 @@ def draw_curves(
         if not points: continue
         parts.append(f'<path d="{_path(points)}" {_look(v, number)}/>')
         color = html.escape(COLORS.get(v.format, "gray"))
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in map(lambda p: place(*p), v.validation)]
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>'
+                  for x, y in map(lambda p: place(*p), v.validation)]
         parts.append(_text(points[-1][0] + 6, points[-1][1] + 4, v.name))
     return _svg("training loss by step, a line for each run; dots are validation losses", parts)
 
@@ -136,12 +145,15 @@ def draw_parallel(
     parts = []
     for key, ends in axes.items():
         parts.append(f'<path d="M{at[key]:.1f} 40V{_HEIGHT - 50}" stroke="currentColor" opacity="0.3"/>')
-        parts += [_text(at[key], y, f"{end:.3g}", "middle") for end, y in zip(ends, (_HEIGHT - 34, 32))]
+        parts += [_text(at[key], y, f"{end:.3g}", "middle")
+                  for end, y in zip(ends, (_HEIGHT - 34, 32))]
         parts.append(_text(at[key], _HEIGHT - 14, key.replace("_", " "), "middle"))
     for number, v in enumerate(views):
-        shown = [key for key in axes if key in v.numbers and (v.numbers[key] > 0 or key not in LOGARITHMIC)]
+        shown = [key for key in axes if key in v.numbers
+                 and (v.numbers[key] > 0 or key not in LOGARITHMIC)]
         points = [(at[key], height(key, v.numbers[key])) for key in shown]
-        if points: parts.append(f'<path d="{_path(points)}" {_look(v, number)}><title>{html.escape(v.name)}</title></path>')
+        if points:
+            parts.append(f'<path d="{_path(points)}" {_look(v, number)}><title>{html.escape(v.name)}</title></path>')
     return _svg("parallel coordinates, a line for each run", parts)
 
 # %% ../../nbs/views/05_page.ipynb #d3f84876
@@ -156,18 +168,22 @@ def render_page(
     "Return an HTML page: the state of each run with its flags, the losses, and all runs in parallel coordinates."
     renew = f'<meta http-equiv="refresh" content="{every}">' if every else ""
     rows = "".join(_row(v) for v in views)
-    head = "".join(f"<th>{name}</th>" for name in ("run", "format", "state", "step", "loss", "validation", "flags"))
+    head = "".join(f"<th>{name}</th>"
+                   for name in ("run", "format", "state", "step", "loss", "validation", "flags"))
     return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">{renew}<title>{html.escape(title)}</title>'
             f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
             f"<h2>Loss</h2>{draw_curves(views)}<h2>All runs</h2>{draw_parallel(views)}</body></html>")
 
 def _row(v: RunView) -> str:
-    def last(points: list[tuple[int, float]]) -> str: return f"{points[-1][1]:.4f}" if points else "-"
-    cells = (v.name, v.format, v.state, f"{v.step} of {v.steps}", last(v.losses), last(v.validation))
+    def last(points: list[tuple[int, float]]) -> str:
+        return f"{points[-1][1]:.4f}" if points else "-"
+    cells = (v.name, v.format, v.state, f"{v.step} of {v.steps}", last(v.losses),
+             last(v.validation))
     shown = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells)
     return f'<tr>{shown}<td class="flag">{html.escape("; ".join(v.flags))}</td></tr>'
 
+# %% ../../nbs/views/05_page.ipynb #a9ab0941
 def write_page(
     folder: Path | str,  # of one run, or of several
     every: int = 5,  # seconds between renewals
