@@ -95,7 +95,8 @@ def code_commit() -> str | None:
     if commit is None: return None
     changed = subprocess.run(["git", "-C", str(root), "status", "--porcelain", "--", *CODE],
                              capture_output=True, text=True).stdout.strip()
-    return commit.rstrip("+") + "+" * bool(changed)
+    commit = commit.rstrip("+")
+    return f"{commit}+" if changed else commit
 
 # %% ../../nbs/training/02_tracking.ipynb #115104a8
 _RESULTS = ("val_loss", "skipped_updates", "tokens_per_s", "wall_clock_s", "overflow_rate",

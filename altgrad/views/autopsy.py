@@ -39,8 +39,8 @@ def leaves_range(
     for i, (_, v) in enumerate(series):
         streak = streak + 1 if v > limit else 0
         if streak == PATIENCE:
-            return series[i - PATIENCE + 1][0], statistics.median(v for _, v in series[i - PATIENCE
-                                                                                       + 1 :])
+            rest = series[i - PATIENCE + 1 :]
+            return rest[0][0], statistics.median(value for _, value in rest)
     return None
 
 # %% ../../nbs/views/02_autopsy.ipynb #58d18734
@@ -184,13 +184,13 @@ class Autopsy:
     def __str__(self) -> str: return "\n".join(_report(self))
 
 def _events(rows: list[dict[str, Any]], known: set[tuple[str, str]]) -> list[Finding]:
-    "The first event of each kind and layer; what the loss shows by itself is left to `symptoms`, and what is `known` (quantity, layer) is not said twice."
+    "The first event of each kind and layer, without what `symptoms` says and what is `known` (quantity, layer)."
     found: dict[tuple[str, str], Finding] = {}
     for row in rows:
         for e in row.get("events", ()):
             kind, (layer, quantity) = e.get("kind", "event"), parse_metric(e.get("metric", ""))
-            if kind == "divergence" or kind == "nonfinite" and quantity == "loss" or kind == "warning" and (quantity, layer) in known:
-                continue
+            of_loss = kind == "divergence" or kind == "nonfinite" and quantity == "loss"
+            if of_loss or kind == "warning" and (quantity, layer) in known: continue
             what, layer = (quantity, layer) if kind == "warning" else (kind, e.get("layer") or "")
             text = " ".join(f"{e[k]:.4g}" if isinstance(e[k], float) else str(e[k])
                             for k in ("metric", "value", "text") if e.get(k) is not None)
@@ -203,8 +203,8 @@ def _find_twin(run: StoredRun) -> StoredRun | None:
     keys = ("max_steps", "data", "tokenizer", "model", "batch_size", "block_size", "seed")
     for path in sorted(run.path.absolute().parent.glob("*/config.yaml")):
         other = StoredRun(path.parent).stored_config() or {}
-        if path.parent != run.path.absolute() and other.get("format") in ("bfloat16", None) and all(other.get(k) == config.get(k) for k in keys):
-            return StoredRun(path.parent)
+        alike = other.get("format") in ("bfloat16", None) and all(other.get(k) == config.get(k) for k in keys)
+        if alike and path.parent != run.path.absolute(): return StoredRun(path.parent)
     return None
 
 # %% ../../nbs/views/02_autopsy.ipynb #f5a37899

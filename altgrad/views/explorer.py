@@ -26,15 +26,14 @@ from ..geometry.optim import Madam, RiemannianAdamW, StiffnessAdamW
 from ..geometry.spacing import stiffness
 
 # %% ../../nbs/views/04_explorer.ipynb #4d1c79f7
+def _exponential(g: torch.Generator, n: int) -> Tensor: return torch.empty(n).exponential_(generator=g)
+
 DISTRIBUTIONS = {  # each from a generator and a number of elements; the unit is 1
     "normal": lambda g, n: torch.randn(n, generator=g),
     "uniform": lambda g, n: 2 * torch.rand(n, generator=g) - 1,
-    "laplace": lambda g,
-    n: torch.empty(n).exponential_(generator=g) * torch.randn(n, generator=g).sign(),
-    "student t, 2 degrees": lambda g,
-    n: torch.randn(n, generator=g) / torch.empty(n).exponential_(generator=g).sqrt(),
-    "lognormal": lambda g,
-    n: torch.randn(n, generator=g).mul(1.5).exp() * torch.randn(n, generator=g).sign(),
+    "laplace": lambda g, n: _exponential(g, n) * torch.randn(n, generator=g).sign(),
+    "student t, 2 degrees": lambda g, n: torch.randn(n, generator=g) / _exponential(g, n).sqrt(),
+    "lognormal": lambda g, n: torch.randn(n, generator=g).mul(1.5).exp() * torch.randn(n, generator=g).sign(),
 }
 
 @lru_cache
@@ -86,13 +85,13 @@ def valley(
     (a, b), (_, c) = HESSIAN
     return (a * d[0] ** 2 + 2 * b * d[0] * d[1] + c * d[1] ** 2) / 2
 
-RULES = {  # each from a parameter, a format, the RMS of its first step, and the first step of `RiemannianAdamW` and Madam with lr = 1
-    "AdamW": lambda p, fmt, step, ulps,
-    size: StiffnessAdamW([p], fmt, step, weight_decay=0.0, power=0.0),
-    "stiffness S^1/2": lambda p, fmt, step, ulps,
-    size: StiffnessAdamW([p], fmt, step, weight_decay=0.0, power=0.5),
-    "stiffness S^-1": lambda p, fmt, step, ulps,
-    size: StiffnessAdamW([p], fmt, step, weight_decay=0.0, power=-1.0, floor_octaves=16),
+def _stiff(p: nn.Parameter, fmt: FP8Format, step: float, power: float, **more: Any) -> StiffnessAdamW:
+    return StiffnessAdamW([p], fmt, step, weight_decay=0.0, power=power, **more)
+
+RULES = {  # from a parameter, a format, the RMS of its first step, and what `RiemannianAdamW` and Madam move with lr = 1
+    "AdamW": lambda p, fmt, step, ulps, size: _stiff(p, fmt, step, 0.0),
+    "stiffness S^1/2": lambda p, fmt, step, ulps, size: _stiff(p, fmt, step, 0.5),
+    "stiffness S^-1": lambda p, fmt, step, ulps, size: _stiff(p, fmt, step, -1.0, floor_octaves=16),
     "RiemannianAdamW": lambda p, fmt, step, ulps, size: RiemannianAdamW([p], fmt, step / ulps),
     "Madam": lambda p, fmt, step, ulps, size: Madam([p], fmt, step / size, max_ratio=100.0),
 }

@@ -138,7 +138,8 @@ def _ranges(row: dict[str, Any], limits: dict[str, float], most: int = 8) -> Tab
 def _event_lines(rows: list[dict[str, Any]], most: int = 5) -> list[Text]:
     "The last events, as lines."
     found = [(r["step"], e) for r in rows for e in r.get("events", ())]
-    last = sorted(found, key=lambda f: f[1].get("kind") != "warning")[-most:]  # warnings give way to what was done and what broke
+    # warnings give way to what was done and what broke
+    last = sorted(found, key=lambda f: f[1].get("kind") != "warning")[-most:]
     said = lambda v: f"{v:.4g}" if isinstance(v, float) else str(v)
     return [Text(f"step {step}: "
                  + " ".join(said(e[k]) for k in ("kind", "layer", "metric", "value", "text") if e.get(k) is not None), "yellow")
@@ -159,7 +160,8 @@ def render_run(
     bar = Table.grid(padding=(0, 2))
     bar.add_row(f"step {rows[-1]['step']} of {steps}",
                 ProgressBar(total=steps or 1, completed=rows[-1]["step"], width=40))
-    parts: list[RenderableType] = [head, Text(state, "green" if state.startswith(("running", "finished")) else "bold red"), bar, _numbers(rows, steps)]
+    color = "green" if state.startswith(("running", "finished")) else "bold red"
+    parts: list[RenderableType] = [head, Text(state, color), bar, _numbers(rows, steps)]
     for title, content in (("ranges", _ranges(rows[-1], limits_of(config))),
                            ("events", Group(*_event_lines(rows)))):
         if (content.row_count if isinstance(content, Table) else content.renderables):
@@ -206,7 +208,7 @@ def render_ledger(
     path: Path,  # ledger.jsonl
     rows: list[dict[str, Any]],
 ) -> Group:
-    "A sweep's ledger as a page of the terminal: stages, outcomes and flags of the matrix and stage that the last row belongs to, the last rows."
+    "A sweep's ledger as a page of the terminal: its stages, the outcomes of the stage that is under way, the last rows."
     failed = [r for r in rows if r.get("error")]
     table = Table("stage", "runs", "failed", "seconds each", box=None)
     for stage in sorted({r.get("stage", "-") for r in rows}):
@@ -338,14 +340,16 @@ def _panels(run: StoredRun, rows: list[dict[str, Any]], color: str) -> list[Call
     if run.series_folder.is_dir() or run.record().get("bit_histogram"):
         panels.append(lambda fig, ax: _code_panel(fig, ax, run, color))
     heats = list(_layer_quantities(rows).items())[:6]
-    return panels + [lambda fig, ax,
-                     h=h: _heat_panel(fig, ax, rows, h[1], h[0].replace("_", " ")) for h in heats]
+    for quantity, names in heats:
+        title = quantity.replace("_", " ")
+        panels.append(lambda fig, ax, names=names, title=title: _heat_panel(fig, ax, rows, names, title))
+    return panels
 
 # %% ../../nbs/views/01_watch.ipynb #435f50b6
 def plot_run(
     run_dir: Path | str,  # a run's folder; the run may go on
 ) -> Any:  # the matplotlib figure
-    "A run on one page: loss, gradient, rates, speed, codes, and up to six heat maps by layer; InputError where no step was made."
+    "Draw a run on one page: loss, gradient, rates, speed, codes, and up to six heat maps by layer; InputError without a step."
     import matplotlib.pyplot as plt
 
     run = StoredRun(run_dir)
