@@ -305,20 +305,26 @@ def _formats(args: argparse.Namespace) -> int:
     else: _list_formats()
     return 0
 
+def _cell_text(value: str | float | None) -> str:
+    from altgrad.numbers.formats import exact_text
+
+    if value is None: return "-"
+    return value if isinstance(value, str) else exact_text(value)
+
 def _list_formats() -> None:
     "The registry as a table, the eight splits first."
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    from altgrad.numbers.formats import EIGHT_BIT, FORMATS, exact_text
+    from altgrad.numbers.formats import EIGHT_BIT, FORMATS
 
     columns = ("name", "spec", "bits", "max", "min_normal", "min_subnormal", "n_values")
     table = Table(*(key.removeprefix("n_").replace("_", "\n") for key in columns), box=SIMPLE_HEAD,
                   show_edge=False, pad_edge=False, padding=0)
     for name, fmt in FORMATS.items():
         cells = (getattr(fmt, key) for key in columns)
-        table.add_row(*("-" if v is None else v if isinstance(v, str) else exact_text(v) for v in cells), end_section=name == EIGHT_BIT[-1])
+        table.add_row(*map(_cell_text, cells), end_section=name == EIGHT_BIT[-1])
     Console().print(table)
 
 # %% ../nbs/cli.ipynb #fee40909
@@ -339,7 +345,8 @@ def _train(args: argparse.Namespace) -> int:
     figure = _draw_run(trainer.folder.path)
     if args.json: print(json.dumps(record))
     else:
-        print(f"{record['exit_reason']}: validation {_outcome(record['results'])}; see {trainer.folder.path}\nfigure: {figure}")
+        print(f"{record['exit_reason']}: validation {_outcome(record['results'])}; see {trainer.folder.path}")
+        print(f"figure: {figure}")
     return 0 if succeeded(record) else 1
 
 def _draw_run(folder: Path) -> Path:
@@ -370,7 +377,8 @@ def _announce(args: argparse.Namespace, trainers: list) -> None:
     c, tokens = t.config, f"{len(t.corpus.train):,} tokens"
     work = f"{c.max_steps} steps of {c.batch_size * c.grad_accum} x {c.block_size} tokens"
     if len(trainers) > 1: work = f"{len(trainers)} runs of {work}"
-    _tell(f"{c.model} on {c.data} ({tokens}): {work}; {t.compute.device}, {t.compute.products} products; into {args.out}")
+    where = f"{t.compute.device}, {t.compute.products} products"
+    _tell(f"{c.model} on {c.data} ({tokens}): {work}; {where}; into {args.out}")
     for t in trainers:
         record, entries = t.folder.record(), t.folder.checkpoints.entries()
         if not record.get("exit_reason"): continue
@@ -470,7 +478,8 @@ def _max_lr(args: argparse.Namespace) -> int:
     names = [n for name in args.formats for n in (EIGHT_BIT if name == "all" else [name])]
     if args.rule not in GUESSES: raise unknown("rule", args.rule, GUESSES)
     guess = GUESSES[args.rule] if args.guess is None else args.guess
-    arms = [Arm(format=n, storage=args.storage, rule=args.rule, power=args.power, lr=guess, corpus=args.on) for n in dict.fromkeys(names)]
+    shared = dict(storage=args.storage, rule=args.rule, power=args.power, lr=guess, corpus=args.on)
+    arms = [Arm(format=name, **shared) for name in dict.fromkeys(names)]
     search = StabilitySearch(arms, args.out, Bench(args.checkpoints, dict(args.corpus)),
                              accept=args.accept)
     search.build()

@@ -84,7 +84,7 @@ def pack_state(
     step: int,  # updates made so far
     **extra: Any,  # further plain values and tensors to keep
 ) -> bytes:
-    "What the next training step depends on, in torch's file format: weights, points, optimizers, generators. What other objects remember goes into `extra`."
+    "What the next step depends on, in torch's file format: weights, points, optimizers, generators, and `extra`."
     device = next(model.parameters()).device
     state = {"model": plain_state(model), "formats": _formats(model),
              "optimizers": [o.state_dict() for o in optimizers], "step": step,
@@ -174,7 +174,7 @@ def _say(text: str) -> None: print(text, file=sys.stderr, flush=True)
 def kept(
     entries: list[dict[str, Any]],  # of a manifest, in order of steps
 ) -> list[dict[str, Any]]:
-    "The entries that stay: the last `KEEP`, the best on validation (the later of two), and the first `MAX_ANOMALIES` anomalies."
+    "The entries that stay: the last `KEEP`, the best on validation (the later of two), the first `MAX_ANOMALIES` anomalies."
     steps, odd = [e for e in entries if not e["anomaly"]], [e for e in entries if e["anomaly"]]
     judged = [e for e in steps if e["val_loss"] is not None]
     best = min(judged, key=lambda e: (e["val_loss"], -e["step"]), default=None)
@@ -185,7 +185,8 @@ def _entry(given: Any) -> dict[str, Any]:
     "An entry of a manifest; an exception for what `Checkpoints.save` never writes, a file that lies elsewhere for example."
     entry = {key: given[key] for key in ("file", "step", "sha256", "val_loss", "anomaly")}
     kind, sha = "step" if entry["anomaly"] is None else "anomaly", entry["sha256"]
-    types = type(entry["step"]) is int and isinstance(entry["anomaly"], (str, type(None))) and isinstance(sha, (str, type(None)))
+    texts = all(isinstance(value, (str, type(None))) for value in (entry["anomaly"], sha))
+    types = type(entry["step"]) is int and texts
     if not types or entry["step"] < 0 or entry["file"] != f"{kind}-{entry['step']:08d}.pt":
         raise ValueError("not an entry")
     if entry["val_loss"] is not None and not is_number(entry["val_loss"]):
@@ -199,7 +200,7 @@ class Checkpoints:
         self.folder, self.manifest = Path(folder), Path(folder) / "manifest.json"
 
     def entries(self) -> list[dict[str, Any]]:
-        "The manifest: file, step, sha256, val_loss and anomaly of each; where it is lost or damaged, what the files' names tell."
+        "The manifest: file, step, sha256, val_loss and anomaly of each; where it is damaged, what the files' names tell."
         listed = self._listed()
         return _by_name(self.folder) if listed is None else listed
 
@@ -233,7 +234,7 @@ class Checkpoints:
         val_loss: float | None = None,  # of these weights, where it is known
         anomaly: str | None = None,  # what happened, where that is why it is saved
     ) -> None:
-        "Writes a checkpoint, reads it back, lists it, and removes what is no longer needed; WriteError leaves all as it was."
+        "Write a checkpoint, read it back, list it, remove what is no longer needed; WriteError leaves all as it was."
         path = self.folder / f"{'anomaly' if anomaly else 'step'}-{step:08d}.pt"
         new = {"file": path.name, "step": step, "sha256": _sha256(data), "anomaly": anomaly,
                "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None}

@@ -26,7 +26,8 @@ from .trainer import Trainer, perplexity
 def packaged_configs() -> dict[str, TrainConfig]:
     "The configs that come with the package, by name: `bf16_baseline` and `<format>_fp8`."
     baseline = TrainConfig(name="bf16_baseline", format="bfloat16")
-    return {"bf16_baseline": baseline} | {f"{n.lower()}_fp8": replace(baseline, name=f"{n.lower()}_fp8", format=n) for n in EIGHT_BIT}
+    names = {f"{fmt.lower()}_fp8": fmt for fmt in EIGHT_BIT}
+    return {"bf16_baseline": baseline} | {name: replace(baseline, name=name, format=fmt) for name, fmt in names.items()}
 
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de02
 _OWN = re.compile(r"(.+?):(\w+=.*)", re.DOTALL)  # CONFIG:KEY=VALUE,... and not the colon of a path
@@ -40,7 +41,8 @@ def _own_settings(text: str) -> dict[str, str]:
         if not key or not equals:
             raise InputError(f"{piece[:80]!r} is not KEY=VALUE (after a config stand KEY=VALUE,KEY=VALUE)")
         if key == "rules":
-            raise InputError("rules cannot stand after a config, because they hold commas: write them in a YAML file, or with --set for all")
+            raise InputError("rules cannot stand after a config, because they hold commas: "
+                             "write them in a YAML file, or with --set for all")
         if key in settings: raise InputError(f"{key} stands twice after one config")
         settings[key] = value.strip()
     return settings
@@ -89,7 +91,8 @@ def check_arms(configs: list[TrainConfig]) -> None:
     for c in configs[1:]:
         for key, value in asdict(c).items():
             if key not in _MAY_DIFFER and value != first[key]:
-                raise InputError(f"arms must agree in {key}: {configs[0].name} has {first[key]!r}, {c.name} has {value!r} (--set {key}=... sets it for all)")
+                raise InputError(f"arms must agree in {key}: {configs[0].name} has {first[key]!r}, "
+                                 f"{c.name} has {value!r} (--set {key}=... sets it for all)")
 
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de06
 MAX_SEEDS = 100

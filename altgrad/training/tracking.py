@@ -36,16 +36,17 @@ from altgrad.basics import (
 from .checkpoint import Checkpoints
 
 # %% ../../nbs/training/02_tracking.ipynb #e792fdad
+def _not_finite(value: Any) -> bool: return isinstance(value, float) and not math.isfinite(value)
+
 def json_line(
     row: dict[str, Any],  # metric name to value
 ) -> str:  # one line of strict JSON, without the newline
     "A row as JSON; values that are not finite become null and are listed under `nonfinite`."
-    bad = [key for key, value in row.items() if isinstance(value, float)
-           and not math.isfinite(value)]
+    bad = [key for key, value in row.items() if _not_finite(value)]
     row = {key: None if key in bad else value for key, value in row.items()}
     if bad: row["nonfinite"] = bad
     if "events" in row:
-        row["events"] = [{k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in e.items()} for e in row["events"]]
+        row["events"] = [{k: str(v) if _not_finite(v) else v for k, v in e.items()} for e in row["events"]]
     return json.dumps(row, allow_nan=False)
 
 # %% ../../nbs/training/02_tracking.ipynb #b762cd60
@@ -67,7 +68,7 @@ def _cpu_name() -> str:
                 platform.machine())
 
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
-    "What computed: operating system, processor, the instructions that torch uses of it, cores, threads used by torch, and the GPU if there was one."
+    "What computed: operating system, processor and its instructions that torch uses, cores, torch's threads, the GPU."
     facts = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu_name(),
              "capability": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count(),
              "threads": torch.get_num_threads()}
@@ -90,7 +91,7 @@ CODE = ("altgrad", ".ci", "tests", "nbs/studies/experiments",
         "nbs/studies/benchmarks")  # what a measurement depends on; results are not
 
 def code_commit() -> str | None:
-    "The commit, as `git_commit`, but with '+' only where the code differs from it: a script that stores result after result changes the results."
+    "The commit, as `git_commit`, but with '+' only where the code differs from it, and not the stored results."
     commit, root = git_commit(), Path(__file__).resolve().parents[2]
     if commit is None: return None
     changed = subprocess.run(["git", "-C", str(root), "status", "--porcelain", "--", *CODE],
@@ -123,7 +124,8 @@ class StoredRun:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self.config_file, self.record_file = self.path / "config.yaml", self.path / "run.json"
-        self.metrics_file, self.lock_file, self.series_folder = self.path / "metrics.jsonl", self.path / "lock", self.path / "series"
+        self.metrics_file, self.lock_file = self.path / "metrics.jsonl", self.path / "lock"
+        self.series_folder = self.path / "series"
         self.checkpoints = Checkpoints(self.path / "checkpoints")
         self._files = self.config_file, self.record_file, self.metrics_file, self.lock_file
 
@@ -160,7 +162,7 @@ def check_place(
     path: Path,
     hint: str = "choose another --out or name",
 ) -> None:
-    "InputError unless a folder can be made at `path`; tries it in the nearest folder above that exists, and leaves nothing there."
+    "InputError unless a folder can be made at `path`; tries it in the nearest folder that exists, and leaves nothing."
     try:
         place = next(p for p in (path, *path.absolute().parents) if p.exists() or p.is_symlink())
         if not place.exists(): raise OSError(0, "it is a link to nothing")
@@ -247,7 +249,7 @@ class RunFolder(StoredRun):
             yield
 
     def check(self, config: dict) -> bool:
-        "Whether this very run is here already; InputError if another one is (naming the first difference), if it is in use, or if none can be."
+        "Whether this very run is here already; InputError if another one is, if it is in use, or if none can be."
         return _is_here(self, config)
 
     def create(self, config_text: str) -> None:
@@ -394,7 +396,8 @@ def first_line(e: BaseException) -> str:
 # %% ../../nbs/training/02_tracking.ipynb #b064f194
 def _mirror_row(run: Any, row: dict[str, Any]) -> None:
     "Logs a row's numbers under its step (NaN and infinities too), and its events as alerts."
-    run.log({key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}, step=row["step"])
+    numbers = {key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
+    run.log(numbers, step=row["step"])
     for event in row.get("events", ()):
         where = " ".join(str(event[key]) for key in ("kind", "layer", "metric")
                          if event.get(key))[:63]  # W&B takes less than 64
@@ -404,7 +407,7 @@ def _mirror_row(run: Any, row: dict[str, Any]) -> None:
 
 # %% ../../nbs/training/02_tracking.ipynb #68bad738
 class Mirror:
-    "Copies a run's rows to wandb from a thread of its own; never raises, never waits for more than `patience` seconds, and says once what went wrong."
+    "Copies a run's rows to wandb from its own thread; never raises, waits at most `patience` s, says once what went wrong."
     def __init__(
         self,
         folder: RunFolder,
@@ -412,7 +415,8 @@ class Mirror:
         patience: float = 30.0,  # seconds at the end of the run
     ):
         if mode not in MIRRORS: raise unknown("wandb mode", mode, MIRRORS)
-        self.folder, self.mode, self.patience, self.said, self.rows = folder, mode, patience, "", queue.SimpleQueue[Any]()
+        self.folder, self.mode, self.patience, self.said = folder, mode, patience, ""
+        self.rows = queue.SimpleQueue[Any]()
         self.thread = threading.Thread(target=self._work,
                                        args=(folder.metrics() if mode != "off" else [],),
                                        name="wandb", daemon=True)
@@ -477,8 +481,8 @@ def read_wandb(
     parts = []
     for path in sorted(Path(folder).glob("wandb/*run-2*/*.wandb")):
         part: dict[str, Any] = {"id": "", "name": "", "config": {}, "rows": {}, "alerts": []}
-        for record in map(pb.Record.FromString,
-                          _wandb_pieces(path.read_bytes())):  # type: ignore[attr-defined]  # protobuf makes it on import
+        for piece in _wandb_pieces(path.read_bytes()):
+            record = pb.Record.FromString(piece)  # type: ignore[attr-defined]  # protobuf makes it on import
             if record.HasField("run"):
                 part |= {"id": record.run.run_id, "name": record.run.display_name,
                          "config": {u.key: json.loads(u.value_json)

@@ -277,7 +277,7 @@ def _dots(fmt: FP8Format, scale: float) -> Tensor:
 def view_path(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
-    "The way of the optimizer down the valley, over the pairs of numbers that the format has there; the star is the minimum."
+    "The optimizer's path down the valley, over the pairs of numbers that the format has; the star is the minimum."
     x, y = torch.meshgrid(torch.linspace(-1.1, 1.9, 120), torch.linspace(-0.1, 1.9, 80),
                           indexing="xy")
     ax.contour(x, y, valley(torch.stack([x, y])), levels=[0.1, 0.5, 2, 6], colors="0.75",
@@ -291,7 +291,8 @@ def view_path(
         _move(dots, *_dots(seen.fmt, seen.path_scale))
         _move(way, *seen.path)
         way.set_color(_color(seen.fmt))
-        ax.title.set_text(f"{seen.setting.rule}: loss {valley(seen.path[:, -1]):.2g} after {seen.path.shape[1] - 1} steps")
+        loss, steps = valley(seen.path[:, -1]), seen.path.shape[1] - 1
+        ax.title.set_text(f"{seen.setting.rule}: loss {loss:.2g} after {steps} steps")
 
     return update, [dots, way, ax.title]
 
@@ -393,7 +394,7 @@ def _controls(w, start: Setting) -> dict[str, Any]:
 
 # %% ../../nbs/views/04_explorer.ipynb #f09a26cc
 class Explorer:
-    "The explorer's widgets: `box` is what a notebook shows, `controls` are its parts by name, `setting` is where they stand."
+    "The explorer's widgets: `box` is what a notebook shows, `controls` its parts by name, `setting` where they stand."
     def __init__(self, start: Setting = Setting()):
         try: import ipywidgets as w
         except ModuleNotFoundError:

@@ -79,14 +79,16 @@ def _look(view: RunView, number: int) -> str:
     return f'fill="none" stroke="{color}" stroke-width="1.6" stroke-dasharray="{_DASHES[number % len(_DASHES)]}"'
 
 def _text(x: float, y: float, text: object, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" fill="currentColor">{html.escape(str(text))}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text {place} font-size="11" fill="currentColor">{html.escape(str(text))}</text>'
 
 def _path(points: list[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 def _svg(label: str, parts: list[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(label)}"'
-    return f'{head} style="width:100%;max-width:{_WIDTH}px">{"".join(parts)}</svg>'
+    about = f'role="img" aria-label="{html.escape(label)}" style="width:100%;max-width:{_WIDTH}px"'
+    box = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    return f'<svg {box} {about}>{"".join(parts)}</svg>'
 
 # %% ../../nbs/views/05_page.ipynb #db2012c1
 def share(

@@ -35,7 +35,7 @@ _OF_ONE_SEED = {"val_perplexity", "tokens_per_s", "overflow_rate", "underflow_ra
 _OF_SEVERAL = {"gap_nats", "interval"}
 
 def _columns(result: Comparison) -> list[str]:
-    "The columns that a table has room for: with several seeds the gaps and what explains them, with one seed everything else."
+    "The columns that a table has room for: with several seeds the gaps, with one seed everything else."
     left_out = _OF_SEVERAL if len(result.seeds) == 1 else _OF_ONE_SEED
     return [key for key in COLUMNS if key not in left_out]
 
@@ -56,7 +56,8 @@ def _interval(row: dict[str, Any]) -> str:
 def entropy_line(result: Comparison) -> str:
     "The corpus's entropies, and whether the baseline ended below them."
     base = next(row for row in result.rows() if row["is_baseline"])
-    parts = [f"validation text: unigram entropy {result.unigram_entropy:.4f}, bigram entropy {result.bigram_entropy:.4f} nats per token"]
+    parts = [f"validation text: unigram entropy {result.unigram_entropy:.4f}, "
+             f"bigram entropy {result.bigram_entropy:.4f} nats per token"]
     if (loss := base["val_loss"]) is not None:
         place = [f"{'below' if loss < h else 'ABOVE'} the {name} entropy" for name, h in
                  (("unigram", result.unigram_entropy), ("bigram", result.bigram_entropy))]
@@ -210,7 +211,7 @@ def _plot_histogram(ax: Any, arm: dict[str, Any], look: dict[str, Any]) -> None:
 def plot_comparison(
     result: Comparison,
 ) -> Any:  # the matplotlib figure
-    "The losses of all arms, with several seeds their gaps to the baseline, and beneath them how each arm's final weights use their codes."
+    "Draw the losses of all arms, with several seeds their gaps to the baseline, and how the final weights use their codes."
     import matplotlib.pyplot as plt
 
     columns = min(len(result.arms), 4)

@@ -46,7 +46,7 @@ def _wandb_packages() -> tuple[Any, Any]:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
     except ModuleNotFoundError:
-        raise InputError("a workspace is made with the package wandb-workspaces (pip install 'altgrad[workspace]')") from None
+        raise InputError("a workspace needs the package wandb-workspaces (pip install 'altgrad[workspace]')") from None
     return ws, wr
 
 def _comparison(facts: tuple[str, ...], ends: tuple[str, ...], bars: int) -> Any:
@@ -68,7 +68,7 @@ def make_workspace(
     entity: str,  # user or team
     project: str = "altgrad",
 ) -> Any:  # a `wandb_workspaces.workspaces.Workspace`; its `save()` sends it
-    "The comparison page of a project: runs grouped by format. Saving it twice makes two. InputError where wandb-workspaces is not installed."
+    "Make the comparison page of a project: runs grouped by format. Saving it twice makes two."
     ws, wr = _wandb_packages()
     sections = [_comparison(FACTS, ENDS, 3),
                 *(_lines(name, titles, name in ("training", "quantization"))
@@ -96,7 +96,7 @@ def send_workspace(
     place: str,  # "entity/project"
     make: Any = None,  # of entity and project; `make_workspace` if not given
 ) -> str:  # where it is to be seen
-    "Makes the workspace in a project of W&B; InputError for a place that is none, without a key, and for what W&B answers."
+    "Make the workspace in a project of W&B; InputError for a wrong place, without a key, and for what W&B answers."
     workspace = (make or make_workspace)(*_place(place))
     _need_key()
     try: return workspace.save().url
@@ -142,7 +142,7 @@ def send_ledger(
     folder: Path | str,  # for W&B's files, and the list of what was sent to this place
     mode: str = "online",  # or offline: `wandb sync` sends it later
 ) -> int:  # runs sent now
-    "Sends the rows that were not sent before to W&B, each as a run; failed ones are left out. InputError for a place that is none, or without a key."
+    "Send the rows that were not sent before to W&B, each as a run, without failed ones; InputError without a key."
     entity, project = _place(place)
     if mode == "online": _need_key()
     folder, rows = Path(folder), [row for row in read_rows(ledger) if not row.get("error")]
