@@ -467,6 +467,7 @@ def _pool(args: argparse.Namespace, sweep: Any) -> Any:
     workers.check()
     return workers
 
+# %% ../nbs/cli.ipynb #00d123a4
 def _max_lr(args: argparse.Namespace) -> int:
     "`altgrad max-lr FORMAT...`"
     from altgrad.basics import InputError, unknown

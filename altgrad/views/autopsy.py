@@ -113,6 +113,7 @@ class Remedy(NamedTuple):
     setting: str = ""  # of the config, that says whether the run has it already
     words: tuple[str, ...] = ()  # that the setting then has one of; without any: all but null
 
+# %% ../../nbs/views/02_autopsy.ipynb #54a3dc80
 LOWER = Remedy("a lower lr")
 MARGIN = Remedy("a scale with more margin")
 ANOMALY = "checkpoints/anomaly-*.pt has the weights and the last batches"
