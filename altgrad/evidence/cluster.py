@@ -47,7 +47,7 @@ def _knock(address: str) -> None:
         raise InputError(f"no Ray cluster at {address}: {getattr(e, 'strerror', None) or e}") from None
 
 def _connect(ray: Any, address: str | None) -> None:
-    "Joins a cluster, or starts one; InputError where that is not possible. Ray would take the signal that ends a job for itself."
+    "Join a cluster, or start one; InputError where that fails. Ray would take the signal that ends a job for itself."
     ends = signal.getsignal(signal.SIGTERM)
     try: ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as e:
@@ -74,8 +74,10 @@ class RayWorkers:
     ):
         if not 0 <= gpus <= 1:
             raise InputError(f"a run takes a share of one GPU, from 0 to 1, not {gpus}")
-        self.sweep, self.address, self.cpus, self.retries, self.gpus, self.device = of, address, cpus, retries, gpus, "cuda" if gpus else None
-        self.setup = of.bench.folder.absolute(), {label: _absolute(data) for label, data in of.bench.data.items()}, of.bench.task, of.bench.cache
+        self.sweep, self.address, self.cpus, self.retries = of, address, cpus, retries
+        self.gpus, self.device = gpus, "cuda" if gpus else None
+        bench, data = of.bench, {label: _absolute(data) for label, data in of.bench.data.items()}
+        self.setup = bench.folder.absolute(), data, bench.task, bench.cache
 
     def check(self) -> None:
         "InputError where there is no Ray, or nobody listens at the address: known before anything is pretrained."
@@ -102,7 +104,7 @@ class RayWorkers:
     def __exit__(self, *_) -> None:
         if self.owner: self.ray.shutdown()
     def submit(self, work: Callable, arm: Arm) -> Future:
-        "A run, somewhere; its future holds the row, or the error. One that the GPUs' engine cannot make is made on a CPU, and takes no GPU."
+        "A run, somewhere; its future holds the row, or the error. One that cannot be stacked is made on a CPU."
         on_gpu = bool(self.gpus) and _kind_if_stacked(arm) is not None
         return self.task.options(num_gpus=self.gpus * on_gpu).remote(self.setup,
                                                                      self.sweep.run_id(arm), arm,

@@ -103,7 +103,7 @@ class StabilitySearch(Sweep):
                      if self.run_id(arm) not in self.rows]  # a failed run is there
         return Plan("max-lr" if jobs else "done", jobs, list(self.matrix.cells), {})
     def found(self) -> list[dict[str, Any]]:
-        "For each arm: its largest stable rate and the smallest unstable one (None where the search met none), and whether the search is over."
+        "For each arm: its largest stable rate and the smallest unstable one, or None, and whether the search is over."
         return [_row_of(cell, guess, self.bracket(cell, guess))
                 for cell, guess in self.matrix.cells]
 
@@ -120,7 +120,8 @@ def thresholds_of(
     found = []
     for arm, rates in arms.items():
         unstable = min((lr for lr, ends in rates.items() if any(ends)), default=None)
-        stable = max((lr for lr, ends in rates.items() if len(ends) >= runs and not any(ends) and (unstable is None or lr < unstable)), default=None)
+        whole = [lr for lr, ends in rates.items() if len(ends) >= runs and not any(ends)]
+        stable = max((lr for lr in whole if unstable is None or lr < unstable), default=None)
         narrow = stable is not None and unstable is not None and unstable / stable < 2 ** (1.01 / PARTS)
         found.append({**dict(zip(_ARM, arm)), "stable": stable, "unstable": unstable,
                       "done": narrow or None in (stable, unstable) and len(rates) > FURTHEST})
@@ -131,7 +132,7 @@ def plot_max_lr(
     found: Iterable[Mapping[str, Any]],  # rows of `StabilitySearch.found`
     best: Mapping[tuple, float] = {},  # noqa: B006 (format, storage, rule, power) to the tuned learning rate, drawn as a circle
 ) -> Any:  # the matplotlib figure
-    "Largest stable learning rate by format, a panel for each rule, a line for each storage (level if it has one format); at the foot, what is stable nowhere."
+    "Draw the largest stable learning rate by format: a panel for each rule, a line for each storage; at the foot, none."
     import matplotlib.pyplot as plt
 
     found = list(found)

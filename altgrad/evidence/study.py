@@ -61,7 +61,7 @@ class Study:
     frozen: np.ndarray  # the frozen model's loss on the confirmation split, [checkpoint]
 
     def cell(self, fmt: str, storage: str, power: float = 0.0, **how: Any) -> Arm:
-        "The cell of a format, a storage and a rule (`how` may hold rule and placement); of AdamW, power 0, by the name that the matrices have."
+        "The cell of a format, a storage and a rule (`how` may hold rule and placement), by the name that the matrices have."
         first = next(iter(self.tuned))
         cell = Arm(**{"format": fmt, "storage": storage, "power": power, "lr": 0.0,
                       "checkpoint": self.checkpoints[0], "corpus": first.corpus, **how})
@@ -245,7 +245,7 @@ def contrast(
 # %% ../../nbs/evidence/02_study.ipynb #d918a6ef
 @lru_cache(maxsize=16)
 def _draws(checkpoints: int, seeds: int, pieces: int, draws: int) -> tuple[np.ndarray, np.ndarray]:
-    "How often each pair [draws, checkpoints * seeds] and each piece [draws, pieces] was drawn, as shares; the same in every process."
+    "How often each pair [draws, checkpoints * seeds] and each piece [draws, pieces] was drawn, as shares."
     rng = np.random.default_rng(0)
     first = rng.integers(checkpoints, size=(draws, checkpoints, 1))
     pairs = (first * seeds
@@ -273,7 +273,7 @@ class Variance(NamedTuple):
 def mean_variance(
     x: np.ndarray,  # [checkpoints, seeds], at least 2 x 2
 ) -> Variance:
-    "The balanced one-way random-effects model: the variance is that of the checkpoints' means, with checkpoints - 1 degrees of freedom."
+    "The balanced one-way random-effects model: the variance of the checkpoints' means, checkpoints - 1 degrees of freedom."
     C, n = x.shape
     middle = x.mean(1, keepdims=True)
     between = n * ((middle - x.mean()) ** 2).sum() / (C - 1)
@@ -503,7 +503,7 @@ def effect_text(
 
 # %% ../../nbs/evidence/02_study.ipynb #1dbcd0c8
 def candidates(study: Study, fmt: str, storage: str) -> dict[Arm, float]:
-    "The rules that compete for a format under a storage, with their tuning losses: tuned there and in FP32, and not AdamW."
+    "The rules that compete for a format under a storage, with their tuning losses: tuned there and in FP32."
     ready = lambda cell: cell in study.tuned and not study.tuned[cell].missing
     cells = [a for a in study.tuned if (a.format, a.storage) == (fmt, storage) and ready(a)
              and ready(replace(a, storage="fp32"))]
@@ -694,12 +694,12 @@ class Cost(NamedTuple):
     runs: int
 
 def costs(study: Study, storage: str, rule: str = "stiffness_adamw") -> list[Cost]:
-    "All runs that have a twin in FP32, averaged by format, power and rate; without diverged runs, whose loss is a stand-in."
+    "All runs that have a twin in FP32, averaged by format, power and rate; without diverged runs."
     groups = defaultdict(list)
     for arm, row in study.rows.items():
         twin = study.rows.get(replace(arm, storage="fp32"))
-        if (arm.storage, arm.rule, arm.placement) != (storage, rule, "update") or twin is None or is_frozen(row) or is_frozen(twin):
-            continue
+        meant = (arm.storage, arm.rule, arm.placement) == (storage, rule, "update")
+        if not meant or twin is None or is_frozen(row) or is_frozen(twin): continue
         groups[arm.format, arm.power, arm.lr].append((row["val_loss"] - twin["val_loss"],
                                                       row["noise_rms"] ** 2))
     means = ((key, np.mean(found, axis=0).tolist(), len(found))

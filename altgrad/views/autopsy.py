@@ -158,10 +158,13 @@ def advice(
     config: Mapping[str, Any],  # of the run
 ) -> tuple[str, str]:  # where it acts, and what to try
     "What may help against a finding, without what the run has already."
-    where, remedies, note = ADVICE.get(what, ("unknown",
-                                              (Remedy("the limit of this quantity and the layer's format"),), ""))
-    has = lambda r: bool(r.setting) and config.get(r.setting) is not None and (not r.words
-                                                                               or any(word in str(config[r.setting]).split() for word in r.words))
+    unknown = ("unknown", (Remedy("the limit of this quantity and the layer's format"),), "")
+    where, remedies, note = ADVICE.get(what, unknown)
+
+    def has(r: Remedy) -> bool:
+        value = config.get(r.setting) if r.setting else None
+        return value is not None and (not r.words or any(word in str(value).split() for word in r.words))
+
     left = [r.text for r in remedies if not has(r)]
     named = " or ".join(filter(None, (", ".join(left[:-1]), *left[-1:]))) or "nothing: what usually helps is set"
     return where, f"{named}; {note}" if note else named

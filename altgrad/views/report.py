@@ -192,7 +192,8 @@ def _plot_gaps(ax: Any, result: Comparison) -> None:
                 [gap["gap_high"] - gap["gap_nats"] for _, gap in gaps]]
         ax.errorbar([step + gaps[-1][0] * 0.01 * place for step, _ in gaps], means, ends, ms=4,
                     lw=1, capsize=2, **look)
-    ax.set_title(f"validation loss minus that of {result.baseline['config']['name']}\nwith 95 % intervals, {len(result.seeds)} seeds", fontsize=9)
+    base, seeds = result.baseline["config"]["name"], len(result.seeds)
+    ax.set_title(f"validation loss minus that of {base}\nwith 95 % intervals, {seeds} seeds", fontsize=9)
     ax.set_xlabel("step")
 
 def _plot_histogram(ax: Any, arm: dict[str, Any], look: dict[str, Any]) -> None:
