@@ -184,6 +184,8 @@ KINDS = {
 }
 
 # %% ../../nbs/evidence/04_replicas.ipynb #a67db992
+RECOMPILES = 64  # kernels for a function, one a shape, before it is an error
+
 def _store(w: Tensor, before: Tensor, scale: Tensor, f: Facts, on_grid: Tensor, by_chance: Tensor,
            noise: Tensor | None) -> tuple[Tensor, Tensor]:
     "What the storages make of proposed weights `w` [R, n], and the scales [R, 1]: `write` of `altgrad.geometry.storage` for the rows on a grid."
@@ -257,8 +259,6 @@ class Stack:
         return [w.detach().view(shape) for w, shape in zip(chosen, self.shapes)]
 
 # %% ../../nbs/evidence/04_replicas.ipynb #99f39727
-RECOMPILES = 64  # kernels for a function, one a shape, before it is an error
-
 class Replicas:
     "Arms trained at once: the losses, the gradients and the updates of a `Stack`."
     def __init__(self, arms: list[Arm], bench: Bench, device: torch.device | str = "cpu", compiled: bool = False):
