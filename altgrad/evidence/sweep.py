@@ -97,7 +97,9 @@ def _whole(values: Any, what: str, low: int = 0) -> tuple[int, ...]:
     return tuple(values)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #4781b477
-MOST_ARMS, MOST_RUNS, MOST_RATES = 2000, 50_000, 99  # of a matrix: arms, runs that tuning begins with, learning rates of an arm
+MOST_ARMS = 2000  # of a matrix
+MOST_RUNS = 50_000  # that tuning begins with
+MOST_RATES = 99  # of an arm
 
 def _axes(entry: Any) -> dict[str, list[Any]]:
     "The axes of one entry of `arms`."
@@ -140,7 +142,7 @@ def _check_size(entries: list[Any], points: int, seeds: int) -> None:
 def read_matrix(
     text: str | bytes,  # YAML
 ) -> Matrix:
-    "A matrix; InputError that names what is wrong with it. Everything is checked here, so that what a dry run lists can be run."
+    "Read a matrix; InputError that names what is wrong with it. What a dry run lists can be run."
     given = _part(parse_yaml(text, "the matrix"), "",
                   ("name", "tier", "corpus", "checkpoints", "arms", "tune", "confirm"))
     tune = _part(given["tune"], "tune", ("seeds",))
@@ -222,7 +224,10 @@ def tuning(
     ks = list(range(-(matrix.points // 2), matrix.points // 2 + 1))
     seeds = list(zip(itertools.cycle(matrix.checkpoints), matrix.tune_seeds))
     while True:
-        runs = {k: [replace(cell, lr=rate(middle, k), split="tune", checkpoint=c, seed=s) for c, s in seeds] for k in ks}
+        runs: dict[int, list[Arm]] = {}
+        for k in ks:
+            tuned = replace(cell, lr=rate(middle, k), split="tune")
+            runs[k] = [replace(tuned, checkpoint=c, seed=s) for c, s in seeds]
         missing = [Job(arm, "tune") for arms in runs.values() for arm in arms if loss(arm) is None]
         if missing:
             return Tuning(missing, [rate(middle, k) for k in ks], [math.inf] * len(ks), 0, "")
@@ -326,7 +331,7 @@ class Ledger:
     def __init__(self, folder: Path | str): self.path = Path(folder) / "ledger.jsonl"
 
     def rows(self) -> list[dict[str, Any]]:
-        "All whole lines; InputError that names one in the middle that is no row, or any whose values cannot be a run's."
+        "All whole lines; InputError that names a line that is no row, or whose values cannot be a run's."
         if not self.path.is_file(): return []
         try: lines = self.path.read_bytes().split(b"\n")[:-1]
         except OSError as e: raise InputError(f"cannot read {self.path}: {e.strerror}") from None
@@ -381,7 +386,7 @@ def _lock(file, path: Path) -> None:
 def best_arms(
     rows: Iterable[Mapping[str, Any]],  # of a ledger
 ) -> list[tuple[str, float, int]]:  # arm, mean validation loss in nats, number of runs; best first
-    "The arms of the confirmed runs, or of the tuning runs where none is confirmed (there each learning rate by itself)."
+    "The arms of the confirmed runs; of the tuning runs where none is confirmed, each learning rate by itself."
     good = {row["run"]: row for row in rows if not row.get("error")
             and row.get("val_loss") is not None}.values()
     confirmed = [row for row in good if row.get("stage") == "confirm"]
@@ -453,7 +458,8 @@ def _work(arm: Arm) -> dict[str, Any]:
 # %% ../../nbs/evidence/01_sweep.ipynb #ad0f9268
 def _outcome(f: Future) -> dict[str, Any]:
     "What a worker gave, or why it could not."
-    return {"error": f"{type(f.exception()).__name__}: {' '.join(str(f.exception()).split())[:300]}"} if f.exception() else f.result()
+    e = f.exception()
+    return {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"} if e else f.result()
 
 class Workers:
     "A process pool that outlives its workers."
@@ -525,7 +531,8 @@ def _progress(title: str, total: int, visible: bool = True) -> Iterator[Callable
             now = time.monotonic()
             if visible and not console.is_terminal and (now - last > 60 or count in (1, total)):
                 last, left = now, (now - began) / count * (total - count)
-                print(f"{title}: {count}/{total} runs, about {_clock(left)} left in this stage; {note}", file=sys.stderr, flush=True)
+                text = f"{title}: {count}/{total} runs, about {_clock(left)} left in this stage; {note}"
+                print(text, file=sys.stderr, flush=True)
         yield step
 
 # %% ../../nbs/evidence/01_sweep.ipynb #f51af2f0
@@ -552,7 +559,7 @@ def _label(arm: Arm) -> str:
 # %% ../../nbs/evidence/01_sweep.ipynb #bc15663c
 def _by_run(rows: Iterable[dict[str, Any]], here: str,
             accept: tuple[str, ...]) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
-    "Rows by the id that the code `here` gives their runs, or by their own where they were made by code that is not accepted; how many those are, by code."
+    "Rows by the id that the code `here` gives their runs, or by their own where their code is not accepted; those by code."
     found: dict[str, dict[str, Any]] = {}
     others: dict[str, int] = {}
     used = set()
@@ -578,7 +585,8 @@ class Sweep:
     ):
         self.matrix, self.ledger, self.out = matrix, Ledger(out), Path(out)
         self.bench, self._ids = bench.with_task(matrix.task), dict[Arm, str]()
-        self.rows, self.others = _by_run((row for row in self.ledger.rows() if not row.get("error")), bench.code, tuple(accept))
+        good = (row for row in self.ledger.rows() if not row.get("error"))
+        self.rows, self.others = _by_run(good, bench.code, tuple(accept))
 
     def run_id(self, arm: Arm) -> str:
         "The arm's identity."
@@ -604,12 +612,12 @@ class Sweep:
                              lambda step: print(f"  step {step}", file=sys.stderr, flush=True))
 
     def run(self, workers: int = 1, progress: bool = True, pool: Any = None) -> int:
-        "Makes every run that is missing, stage after stage, here or in another pool (`altgrad.evidence.cluster`); how many runs failed in this call."
+        "Make every run that is missing, stage after stage, here or in another pool; return how many failed in this call."
         return _run_sweep(self, workers, progress, pool)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #5b1c397e
 def _check_sweep(sweep: Sweep) -> None:
-    "InputError for what would end the sweep later: a folder that cannot be written, a text that is missing or too short, a damaged checkpoint."
+    "InputError for what would end the sweep later: a folder that cannot be written, a text that is missing or too short."
     check_place(sweep.out)
     check_place(sweep.bench.folder, "choose another --checkpoints")
     if sweep.ledger.path.exists() and not sweep.ledger.path.is_file():
@@ -705,7 +713,8 @@ def compact(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = sorted({row["run"]: row for row in sorted(rows, key=lambda r: not r.get("error"))}.values(), key=lambda r: r["run"])
+    last = {row["run"]: row for row in sorted(rows, key=lambda r: not r.get("error"))}
+    rows = sorted(last.values(), key=lambda r: r["run"])
     plain = lambda v: json.dumps(v, sort_keys=True) if isinstance(v, dict) else v
     names = list(dict.fromkeys(key for row in rows for key in row))
     table = pa.table({name: pa.array([plain(row.get(name)) for row in rows]) for name in names})
@@ -747,7 +756,9 @@ def flags(
 ) -> list[str]:  # keys of `FLAGS`
     "What deserves a look in a run."
     curve = [v for v in row.get("curve") or () if v is not None]
-    fifths = [statistics.fmean(curve[i * len(curve) // 5 : (i + 1) * len(curve) // 5]) for i in range(5)] if len(curve) >= 5 else [0.0, 0.0]
+    ends = [i * len(curve) // 5 for i in range(6)]
+    fifths = [0.0, 0.0]
+    if len(curve) >= 5: fifths = [statistics.fmean(curve[a:b]) for a, b in zip(ends, ends[1:])]
     holds = (row.get("error") or row.get("diverged"), fifths[-1] > min(fifths[:-1]) + 0.05,
              (row.get("stall") or 0) > 0.999, row.get("lr_edge"))
     return [name for name, yes in zip(FLAGS, holds) if yes]
@@ -805,7 +816,8 @@ def replay(
     "Makes a row's run again and compares; InputError where it cannot be the same run."
     text = bench.corpus(row["corpus"]).hash
     if text != row["corpus_sha"]:
-        raise InputError(f"the text {row['corpus']!r} has the hash {text[:16]}, the row's text had {row['corpus_sha'][:16]}: another text, no replay")
+        raise InputError(f"the text {row['corpus']!r} has the hash {text[:16]}, "
+                         f"the row's text had {row['corpus_sha'][:16]}: another text, no replay")
     if row["instrument"] != VERSION:
         raise InputError(f"the row was made by version {row['instrument']} of the instrument, this is version {VERSION}")
     bench = _bench_of(row, bench, kept)
