@@ -576,7 +576,9 @@ def _explore(args: argparse.Namespace) -> int:
         write_atomic(args.out, json.dumps(explorer_notebook(), indent=1))
     _tell(f"opening {args.out} in JupyterLab; run its cell (Shift+Enter), Ctrl-C here ends it")
     flags = ["--no-browser"] if args.no_browser else []
-    return subprocess.call([sys.executable, "-m", "jupyterlab", args.out, *flags])
+    process = subprocess.Popen([sys.executable, "-m", "jupyterlab", args.out, *flags])
+    try: return process.wait()
+    except KeyboardInterrupt: return process.wait()  # JupyterLab had the signal too, and ends in its own way
 
 # %% ../nbs/cli.ipynb #30cad1f6
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
