@@ -30,8 +30,10 @@ def _work_on_node(setup: tuple, run: str, arm: Arm, device: str | None) -> dict[
         torch.set_num_threads(1)
         sweep._BENCH, _STARTED = Bench(*setup), setup
     try: here = run_id(identity(arm, sweep._BENCH))
-    except (InputError, OSError) as e: return {"error": f"this machine lacks something: {' '.join(str(e).split())[:300]}"}
-    if here != run: return {"error": f"this machine has another text, checkpoint or code: its run would be {here}"}
+    except (InputError, OSError) as e:
+        return {"error": f"this machine lacks something: {' '.join(str(e).split())[:300]}"}
+    if here != run:
+        return {"error": f"this machine has another text, checkpoint or code: its run would be {here}"}
     return sweep._work(arm) if device is None else _work_batch([arm], device)[0]
 
 # %% ../../nbs/evidence/05_cluster.ipynb #68d3eb91
@@ -41,16 +43,18 @@ def _knock(address: str) -> None:
     known = host and "://" not in address and port.isdecimal() and len(port) <= 5 and int(port) < 65536
     if not known: raise InputError(f"a Ray address is HOST:PORT or auto, not {address!r}")
     try: socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-    except (OSError, UnicodeError) as e: raise InputError(f"no Ray cluster at {address}: {getattr(e, 'strerror', None) or e}") from None
+    except (OSError, UnicodeError) as e:
+        raise InputError(f"no Ray cluster at {address}: {getattr(e, 'strerror', None) or e}") from None
 
 def _connect(ray: Any, address: str | None) -> None:
-    "Joins a cluster, or starts one; InputError where that is not possible. Ray would take the signal that ends a job for itself."
+    "Join a cluster, or start one; InputError where that fails. Ray would take the signal that ends a job for itself."
     ends = signal.getsignal(signal.SIGTERM)
     try: ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as e:
         raise InputError(f"no Ray cluster at {address or 'this machine'}: {' '.join(str(e).split())[:200]}") from None
     finally:
-        if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGTERM, ends)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, ends)
 
 def _absolute(data: str) -> str:
     "A text's place as it is called from every folder."
@@ -68,14 +72,18 @@ class RayWorkers:
         retries: int = 3,  # of a run whose worker or machine dies
         gpus: float = 0.0,  # share of a GPU that a run takes, up to 1; it is made there by the engine of `altgrad.evidence.replicas`
     ):
-        if not 0 <= gpus <= 1: raise InputError(f"a run takes a share of one GPU, from 0 to 1, not {gpus}")
-        self.sweep, self.address, self.cpus, self.retries, self.gpus, self.device = of, address, cpus, retries, gpus, "cuda" if gpus else None
-        self.setup = of.bench.folder.absolute(), {label: _absolute(data) for label, data in of.bench.data.items()}, of.bench.task, of.bench.cache
+        if not 0 <= gpus <= 1:
+            raise InputError(f"a run takes a share of one GPU, from 0 to 1, not {gpus}")
+        self.sweep, self.address, self.cpus, self.retries = of, address, cpus, retries
+        self.gpus, self.device = gpus, "cuda" if gpus else None
+        bench, data = of.bench, {label: _absolute(data) for label, data in of.bench.data.items()}
+        self.setup = bench.folder.absolute(), data, bench.task, bench.cache
 
     def check(self) -> None:
         "InputError where there is no Ray, or nobody listens at the address: known before anything is pretrained."
         try: import ray  # noqa: F401
-        except ModuleNotFoundError: raise InputError("--executor ray needs the package ray (pip install 'altgrad[ray]')") from None
+        except ModuleNotFoundError:
+            raise InputError("--executor ray needs the package ray (pip install 'altgrad[ray]')") from None
         if self.address not in (None, "auto"): _knock(self.address)
 
     def __enter__(self) -> "RayWorkers":
@@ -85,16 +93,21 @@ class RayWorkers:
         self.ray, self.owner = ray, not ray.is_initialized()
         if self.owner: _connect(ray, self.address)
         there = ray.cluster_resources()
-        if self.gpus and not there.get("GPU"): raise InputError("no machine of the Ray cluster has a GPU; without --ray-gpus the runs use the CPUs")
+        if self.gpus and not there.get("GPU"):
+            raise InputError("no machine of the Ray cluster has a GPU; without --ray-gpus the runs use the CPUs")
         self.task = ray.remote(num_cpus=self.cpus, max_retries=self.retries)(_work_on_node)
-        shares = [there.get(kind, 1) / share for kind, share in (("CPU", self.cpus), ("GPU", self.gpus)) if share]
+        shares = [there.get(kind, 1) / share
+                  for kind, share in (("CPU", self.cpus), ("GPU", self.gpus)) if share]
         self.count, self.pool = max(1, int(min(shares))), self
         return self
 
     def __exit__(self, *_) -> None:
         if self.owner: self.ray.shutdown()
     def submit(self, work: Callable, arm: Arm) -> Future:
-        "A run, somewhere; its future holds the row, or the error. One that the GPUs' engine cannot make is made on a CPU, and takes no GPU."
+        "A run, somewhere; its future holds the row, or the error. One that cannot be stacked is made on a CPU."
         on_gpu = bool(self.gpus) and _kind_if_stacked(arm) is not None
-        return self.task.options(num_gpus=self.gpus * on_gpu).remote(self.setup, self.sweep.run_id(arm), arm, self.device if on_gpu else None).future()
+        return self.task.options(num_gpus=self.gpus * on_gpu).remote(self.setup,
+                                                                     self.sweep.run_id(arm), arm,
+                                                                     self.device if on_gpu
+                                                                     else None).future()
     def restart(self) -> None: pass  # Ray replaces its workers itself

@@ -57,7 +57,8 @@ RECIPES = {
     "stdlib-0.1m": Recipe("stdlib"),
     "eurlex-0.1m": Recipe("eurlex"),
     "stdlib-0.8m": Recipe("stdlib", n_layer=4, n_embd=128, lr=2e-3),
-    "tiny": Recipe("tiny", n_layer=1, n_head=2, n_embd=16, block_size=16, steps=20, batch_size=4),  # learns nothing: for tests
+    "tiny": Recipe("tiny", n_layer=1, n_head=2, n_embd=16, block_size=16, steps=20,
+                   batch_size=4),  # learns nothing: for tests
 }
 
 # %% ../../nbs/evidence/00_instrument.ipynb #b1124f4b
@@ -66,12 +67,14 @@ def recipe_of(
 ) -> tuple[Recipe, int]:  # and the seed
     "The recipe and the seed in a checkpoint's name; InputError for a name that means none."
     name, _, seed = checkpoint.rpartition("-")
-    if name not in RECIPES or not seed.isdecimal(): raise unknown("checkpoint", checkpoint, [f"{name}-<seed>" for name in RECIPES])
+    if name not in RECIPES or not seed.isdecimal():
+        raise unknown("checkpoint", checkpoint, [f"{name}-<seed>" for name in RECIPES])
     return RECIPES[name], int(seed)
 
 def blank_model(r: Recipe) -> GPT:
     "A GPT of the recipe's shape; its weights come from torch's generator."
-    return GPT(GPTConfig(n_layer=r.n_layer, n_head=r.n_head, n_embd=r.n_embd, block_size=r.block_size))
+    return GPT(GPTConfig(n_layer=r.n_layer, n_head=r.n_head, n_embd=r.n_embd,
+                         block_size=r.block_size))
 
 # %% ../../nbs/evidence/00_instrument.ipynb #ae42f069
 def ramp(
@@ -92,11 +95,14 @@ def pretrain(
     "Trains a checkpoint in float32."
     torch.manual_seed(seed)
     model = blank_model(recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=recipe.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95),
+                                  weight_decay=recipe.weight_decay)
     for step in range(1, recipe.steps + 1):
-        for group in optimizer.param_groups: group["lr"] = recipe.lr * ramp(step, recipe.steps, min(100, recipe.steps // 2))
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.lr * ramp(step, recipe.steps, min(100, recipe.steps // 2))
         optimizer.zero_grad()
-        loss_of(model, *get_batch(corpus.train, recipe.batch_size, recipe.block_size, seed, step)).backward()
+        loss_of(model, *get_batch(corpus.train, recipe.batch_size, recipe.block_size, seed,
+                                  step)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if report and step % max(1, recipe.steps // 10) == 0: report(step)
@@ -130,7 +136,8 @@ class Task:
     def __post_init__(self): _check_task(self)
 
 # %% ../../nbs/evidence/00_instrument.ipynb #35741ee3
-_TASK_RANGES = dict(steps=(1, 10**7), batch_size=(1, 2**16), warmup=(1, 10**7), chunks=(1, 10**6), windows=(1, 10**6), every=(1, 10**7),
+_TASK_RANGES = dict(steps=(1, 10**7), batch_size=(1, 2**16), warmup=(1, 10**7), chunks=(1, 10**6),
+                    windows=(1, 10**6), every=(1, 10**7),
                     beta1=(0, 1), beta2=(0, 1), eps=(0, 1))  # from, to; the last three are below the second, and eps above the first
 
 def _check_task(task: Task) -> None:
@@ -138,10 +145,12 @@ def _check_task(task: Task) -> None:
     for f in fields(task):
         value, (low, high) = getattr(task, f.name), _TASK_RANGES[f.name]
         whole = f.type in (int, "int")
-        if not is_number(value) or whole and type(value) is not int: raise InputError(f"task {f.name} must be a {'whole ' * whole}number, not {value!r}")
+        if not is_number(value) or whole and type(value) is not int:
+            raise InputError(f"task {f.name} must be a {'whole ' * whole}number, not {value!r}")
         if not low <= value <= high or not whole and value == high or f.name == "eps" and value == 0:
             raise InputError(f"task {f.name} must lie between {low} and {high:,}, not {value}")
-    if task.warmup > task.steps: raise InputError(f"task warmup must be at most steps, {task.steps}, not {task.warmup}")
+    if task.warmup > task.steps:
+        raise InputError(f"task warmup must be at most steps, {task.steps}, not {task.warmup}")
 
 # %% ../../nbs/evidence/00_instrument.ipynb #17836f1f
 SPLITS = ("tune", "confirm")
@@ -170,7 +179,8 @@ def piece_losses(
 ) -> list[float]:  # nats per token of each piece
     "Mean validation loss of each piece."
     wide = lambda v: v if v.dtype == torch.float64 else v.float()
-    losses = [F.cross_entropy(wide(model(a)).flatten(0, 1), b.flatten(), reduction="none") for a, b in zip(x.split(64), y.split(64))]
+    losses = [F.cross_entropy(wide(model(a)).flatten(0, 1), b.flatten(), reduction="none")
+              for a, b in zip(x.split(64), y.split(64))]
     return torch.cat(losses).double().view(chunks, -1).mean(1).tolist()
 
 # %% ../../nbs/evidence/00_instrument.ipynb #905095ad
@@ -245,7 +255,8 @@ class Bench:
         "The text of a label; InputError for an unknown one."
         if label not in self.data:
             raise InputError(f"no text for the label {label!r}; say which: --corpus {label}=path:<file> (known: {', '.join(self.data)})")
-        if label not in self._corpora: self._corpora[label] = load_corpus(self.data[label], cache=self.cache)
+        if label not in self._corpora:
+            self._corpora[label] = load_corpus(self.data[label], cache=self.cache)
         return self._corpora[label]
 
     def file(self, checkpoint: str) -> Path:
@@ -255,7 +266,8 @@ class Bench:
 
     def state(self, checkpoint: str) -> tuple[dict[str, Tensor], str]:
         "A checkpoint's tensors and hash; InputError if it is not there, or damaged."
-        if checkpoint not in self._states: self._states[checkpoint] = _load_state(self.file(checkpoint))
+        if checkpoint not in self._states:
+            self._states[checkpoint] = _load_state(self.file(checkpoint))
         return self._states[checkpoint]
 
     def model(self, checkpoint: str) -> GPT:
@@ -275,7 +287,8 @@ def _load_state(path: Path) -> tuple[dict[str, Tensor], str]:
     "A checkpoint file's tensors, and their hash."
     if not path.is_file(): raise InputError(f"no checkpoint {path}; `altgrad sweep` builds it")
     try: state = torch.load(path, weights_only=True)
-    except Exception as e: raise InputError(f"{path} is damaged ({type(e).__name__}); remove it") from None
+    except Exception as e:
+        raise InputError(f"{path} is damaged ({type(e).__name__}); remove it") from None
     return state, state_hash(state)
 
 def build_checkpoint(
@@ -300,19 +313,22 @@ MODULES = (  # those that a run's numbers pass through
     "training/data", "evidence/instrument", "evidence/replicas",
 )
 
-_MUTE = ("annotation", "returns", "type_params", "type_comment", "kind", "ctx")  # parts of a syntax tree that say nothing of numbers
+_MUTE = ("annotation", "returns", "type_params", "type_comment", "kind",
+         "ctx")  # parts of a syntax tree that say nothing of numbers
 
 def _says_nothing(node: Any) -> bool:
     "Whether a statement cannot change a number: a docstring, an import from the package, an error, or a check that only raises one."
     if isinstance(node, ast.Expr): return isinstance(node.value, ast.Constant)
-    if isinstance(node, ast.If): return not node.orelse and all(isinstance(s, ast.Raise) for s in node.body)
+    if isinstance(node, ast.If):
+        return not node.orelse and all(isinstance(s, ast.Raise) for s in node.body)
     return isinstance(node, ast.Raise) or isinstance(node, ast.ImportFrom) and node.level > 0
 
 def _outline(node: Any) -> Any:
     "A syntax tree as lists and texts, the same for every version of Python."
     if isinstance(node, list): return [_outline(n) for n in node if not _says_nothing(n)]
     if not isinstance(node, ast.AST): return repr(node)
-    parts = [(key, _outline(value)) for key, value in ast.iter_fields(node) if key not in _MUTE and value not in (None, [])]
+    parts = [(key, _outline(value)) for key, value in ast.iter_fields(node) if key not in _MUTE
+             and value not in (None, [])]
     return [type(node).__name__, *parts]
 
 # %% ../../nbs/evidence/00_instrument.ipynb #64ae918e
@@ -320,20 +336,23 @@ def code_hash(
     sources: Iterable[str],  # of modules
 ) -> str:  # 16 hex digits
     "A hash over what modules compute: neither words nor the order or place of definitions matter."
-    statements = {json.dumps(_outline(s)) for source in sources for s in ast.parse(source).body if not _says_nothing(s)}
+    statements = {json.dumps(_outline(s)) for source in sources for s in ast.parse(source).body
+                  if not _says_nothing(s)}
     return hashlib.sha256("\n".join(sorted(statements)).encode()).hexdigest()[:16]
 
 @cache
 def code_here() -> str:  # 16 hex digits
     "The hash of this package's code; read once a process, when the first `Bench` is made, so that it is of what was loaded."
-    return code_hash(files("altgrad").joinpath(f"{name}.py").read_text(encoding="utf-8") for name in MODULES)
+    return code_hash(files("altgrad").joinpath(f"{name}.py").read_text(encoding="utf-8")
+                     for name in MODULES)
 
 def identity(
     arm: Arm,
     bench: Bench,
 ) -> dict[str, Any]:
     "Everything that can change the arm's result, as plain values."
-    return {**asdict(arm), "task": asdict(bench.task), "checkpoint_sha": bench.state(arm.checkpoint)[1],
+    return {**asdict(arm), "task": asdict(bench.task),
+            "checkpoint_sha": bench.state(arm.checkpoint)[1],
             "corpus_sha": bench.corpus(arm.corpus).hash, "instrument": VERSION, "code": bench.code}
 
 def run_id(
@@ -346,7 +365,8 @@ def row_identity(
     row: Mapping[str, Any],  # of a ledger
 ) -> dict[str, Any]:
     "What `identity` said when the row was made; rows from before the code was recorded have no `code`."
-    keys = (*(f.name for f in fields(Arm)), "task", "checkpoint_sha", "corpus_sha", "instrument", "code")
+    keys = (*(f.name for f in fields(Arm)), "task", "checkpoint_sha", "corpus_sha", "instrument",
+            "code")
     return {key: row[key] for key in keys if row.get(key) is not None}
 
 # %% ../../nbs/evidence/00_instrument.ipynb #4e139960
@@ -409,8 +429,10 @@ def explain_step(
     changed = fake_quantize(old, fmt, scale) != fake_quantize(kept, fmt, scale)
     noise, squares, size_of = (part * (1 - part) * there.square()).mean(-1), step.square().mean(-1), old.square().mean(-1)
     count = tried.sum(-1).double().clamp(min=1)
-    return {"dead_zone": (tried & (size < 0.5)).sum(-1) / count, "stall": (tried & ~changed).sum(-1) / count,
-            "flips": changed.float().mean(-1), "ulps": size.median(-1).values, "sign_flips": (old * kept < 0).float().mean(-1),
+    return {"dead_zone": (tried & (size < 0.5)).sum(-1) / count,
+            "stall": (tried & ~changed).sum(-1) / count,
+            "flips": changed.float().mean(-1), "ulps": size.median(-1).values,
+            "sign_flips": (old * kept < 0).float().mean(-1),
             "step_rms": (squares / size_of).sqrt(), "noise_rms": (noise / size_of).sqrt()}
 
 # %% ../../nbs/evidence/00_instrument.ipynb #f8d1ca02
@@ -420,8 +442,10 @@ def _watched_update(weights: Weights, rule: torch.optim.Optimizer) -> dict[str, 
     with _proposals() as seen: weights.update(rule)
     new = seen if weights.on_grid else [p.detach() for p in weights.used]
     jobs = zip(old, new, [p.detach() for p in weights.used], weights.scales())
-    rows = [explain_step(*(w.flatten() for w in three), scale, weights.fmt) for *three, scale in jobs]
-    return _weighted([{key: v.item() for key, v in row.items()} for row in rows], [p.numel() for p in old])
+    rows = [explain_step(*(w.flatten() for w in three), scale, weights.fmt)
+            for *three, scale in jobs]
+    return _weighted([{key: v.item() for key, v in row.items()} for row in rows],
+                     [p.numel() for p in old])
 
 def _weighted(rows: list[dict[str, float]], sizes: list[int]) -> dict[str, float]:
     "The mean of each number, weighted by `sizes`."
@@ -440,8 +464,10 @@ def explain_end(
     for p, first, before, scale in zip(weights, start, start_scales, scales):
         q = fake_quantize(p.detach(), fmt, scale)
         share = torch.bincount(pack(q / scale, fmt).long().flatten(), minlength=256) / q.numel()
-        rows.append({"codes": (share > 0).sum().item(), "code_entropy": -(share * share.clamp(min=1e-30).log2()).sum().item(),
-                     "zeros": (q == 0).float().mean().item(), "doublings": (scale / before).log2().item(),
+        rows.append({"codes": (share > 0).sum().item(),
+                     "code_entropy": -(share * share.clamp(min=1e-30).log2()).sum().item(),
+                     "zeros": (q == 0).float().mean().item(),
+                     "doublings": (scale / before).log2().item(),
                      "sign_changed": (p * first < 0).float().mean().item(),
                      "travel": ((p - first).square().mean() / first.square().mean()).sqrt().item()})
     return _weighted(rows, [p.numel() for p in start])
@@ -455,11 +481,15 @@ def run_arm(
     "Fine-tunes one arm and validates it; a function of `identity` alone, bit for bit on one machine."
     began, model = time.perf_counter(), bench.model(arm.checkpoint)
     weights = make(model, arm)
-    start, scales = [p.detach().clone() for p in weights.used], [s.clone() for s in weights.scales()]
+    start, scales = [p.detach().clone() for p in weights.used], [s.clone()
+                                                                 for s in weights.scales()]
     before = _validate(model, arm, bench)
     losses, course = _train(model, weights, arm, bench)
-    after, end = _validate(model, arm, bench), explain_end(arm.format, weights.used, weights.scales(), start, scales)
-    return make_row(arm, bench, Outcome(before, losses, course, after, end, weights.used, time.perf_counter() - began))
+    after, end = _validate(model, arm, bench), explain_end(arm.format, weights.used,
+                                                           weights.scales(), start, scales)
+    return make_row(arm, bench,
+                    Outcome(before, losses, course, after, end, weights.used,
+                            time.perf_counter() - began))
 
 # %% ../../nbs/evidence/00_instrument.ipynb #140d16ab
 class Outcome(NamedTuple):
@@ -480,21 +510,29 @@ def make_row(
     "The row of a run."
     facts, task, frozen, raw = identity(arm, bench), bench.task, frozen_loss(arm, bench), sum(run.after) / bench.task.chunks
     diverged = len(run.losses) < task.steps or not raw <= frozen
-    return {"run": run_id(facts), **asdict(arm), "checkpoint_sha": facts["checkpoint_sha"], "corpus_sha": facts["corpus_sha"],
-            "instrument": VERSION, "code": facts["code"], "task": asdict(task), "val_loss": frozen if diverged else raw, "diverged": diverged, "raw_loss": raw,
-            "frozen_loss": frozen, "start_loss": sum(run.before) / task.chunks, "val_chunks": [round(v, 5) for v in run.after],
-            "curve": _means(run.losses, 10), "steps": len(run.losses), **_summary(run.course), **run.end,
-            "course": {key: [_short(row[key]) for row in run.course] for key in (run.course[0] if run.course else ())},
-            "weights_sha": state_hash({str(i): p for i, p in enumerate(run.weights)})[:16], "seconds": round(run.seconds, 3)}
+    return {"run": run_id(facts), **asdict(arm), "checkpoint_sha": facts["checkpoint_sha"],
+            "corpus_sha": facts["corpus_sha"],
+            "instrument": VERSION, "code": facts["code"], "task": asdict(task),
+            "val_loss": frozen if diverged else raw, "diverged": diverged, "raw_loss": raw,
+            "frozen_loss": frozen, "start_loss": sum(run.before) / task.chunks,
+            "val_chunks": [round(v, 5) for v in run.after],
+            "curve": _means(run.losses, 10), "steps": len(run.losses), **_summary(run.course),
+            **run.end,
+            "course": {key: [_short(row[key]) for row in run.course]
+                       for key in (run.course[0] if run.course else ())},
+            "weights_sha": state_hash({str(i): p for i, p in enumerate(run.weights)})[:16],
+            "seconds": round(run.seconds, 3)}
 
 # %% ../../nbs/evidence/00_instrument.ipynb #dee3d7a7
-def _train(model: GPT, weights: Weights, arm: Arm, bench: Bench) -> tuple[list[float], list[dict[str, float]]]:
+def _train(model: GPT, weights: Weights, arm: Arm, bench: Bench) -> tuple[list[float],
+                                                                          list[dict[str, float]]]:
     "Makes the updates; the loss before each, and the explanation of every so-manieth."
     task, corpus, rule, losses, course = bench.task, bench.corpus(arm.corpus), make_rule(arm, weights.stored, bench.task), [], []
     for step in range(1, task.steps + 1):
         for group in rule.param_groups: group["lr"] = arm.lr * ramp(step, task.steps, task.warmup)
         for p in weights.used: p.grad = None
-        loss = loss_of(model, *get_batch(corpus.train, task.batch_size, model.config.block_size, arm.seed, step))
+        loss = loss_of(model, *get_batch(corpus.train, task.batch_size, model.config.block_size,
+                                         arm.seed, step))
         if not math.isfinite(loss.item()): break
         losses.append(loss.item())
         loss.backward()
@@ -504,7 +542,8 @@ def _train(model: GPT, weights: Weights, arm: Arm, bench: Bench) -> tuple[list[f
 
 def _validate(model: GPT, arm: Arm, bench: Bench) -> list[float]:
     "The losses of the pieces of the arm's split."
-    x, y = validation_pieces(bench.corpus(arm.corpus).val, arm.split, model.config.block_size, bench.task)
+    x, y = validation_pieces(bench.corpus(arm.corpus).val, arm.split, model.config.block_size,
+                             bench.task)
     return piece_losses(model, x, y, bench.task.chunks)
 
 def frozen_loss(
@@ -513,7 +552,8 @@ def frozen_loss(
 ) -> float:  # nats per token
     "The loss of the arm's checkpoint on its split, neither trained nor rounded."
     key = arm.checkpoint, arm.corpus, arm.split
-    if key not in bench._frozen: bench._frozen[key] = sum(_validate(bench.model(arm.checkpoint), arm, bench)) / bench.task.chunks
+    if key not in bench._frozen:
+        bench._frozen[key] = sum(_validate(bench.model(arm.checkpoint), arm, bench)) / bench.task.chunks
     return bench._frozen[key]
 
 # %% ../../nbs/evidence/00_instrument.ipynb #7aa96c6e
@@ -530,4 +570,5 @@ def _summary(course: list[dict[str, float]]) -> dict[str, float]:
     if not course: return {}
     mean = lambda key, power=1: sum(row[key] ** power for row in course) / len(course)
     means = {key: mean(key, 2) ** 0.5 if key.endswith("_rms") else mean(key) for key in course[0]}
-    return {**means, "noise": (means["noise_rms"] / means["step_rms"]) ** 2 if means["step_rms"] else 0.0}
+    return {**means, "noise": (means["noise_rms"] / means["step_rms"]) ** 2 if means["step_rms"]
+            else 0.0}

@@ -57,7 +57,8 @@ _ARM = ("format", "storage", "rule", "power")
 def _row_of(cell: Arm, guess: float, b: Bracket) -> dict[str, Any]:
     "What a search found for an arm."
     stable, unstable = (None if j is None else rate_of(guess, j) for j in b[:2])
-    return {**{key: getattr(cell, key) for key in _ARM}, "stable": stable, "unstable": unstable, "done": b.next is None}
+    return {**{key: getattr(cell, key) for key in _ARM}, "stable": stable, "unstable": unstable,
+            "done": b.next is None}
 
 # %% ../../nbs/evidence/03_stability.ipynb #e1851e65
 class StabilitySearch(Sweep):
@@ -72,8 +73,10 @@ class StabilitySearch(Sweep):
         accept: Iterable[str] = (),  # see `Sweep`
     ):
         cells = tuple((replace(arm, lr=0.0), arm.lr) for arm in arms)
-        if any(not 0 < guess <= 1e100 for _, guess in cells): raise InputError("a search begins at a learning rate above 0 and at most 1e100")
-        super().__init__(Matrix("stability", 0, cells, checkpoints, seeds, (), task=bench.task), out, bench, accept)
+        if any(not 0 < guess <= 1e100 for _, guess in cells):
+            raise InputError("a search begins at a learning rate above 0 and at most 1e100")
+        super().__init__(Matrix("stability", 0, cells, checkpoints, seeds, (), task=bench.task),
+                         out, bench, accept)
         self.repeats = list(zip(cycle(checkpoints), seeds))
 
     def probes(self, cell: Arm, lr: float) -> list[Arm]:
@@ -95,11 +98,13 @@ class StabilitySearch(Sweep):
         jobs = []
         for cell, guess in self.matrix.cells:
             if (j := self.bracket(cell, guess).next) is None: continue
-            jobs += [Job(arm, "max-lr") for arm in self.probes(cell, rate_of(guess, j)) if self.run_id(arm) not in self.rows]  # a failed run is there
+            jobs += [Job(arm, "max-lr") for arm in self.probes(cell, rate_of(guess, j))
+                     if self.run_id(arm) not in self.rows]  # a failed run is there
         return Plan("max-lr" if jobs else "done", jobs, list(self.matrix.cells), {})
     def found(self) -> list[dict[str, Any]]:
-        "For each arm: its largest stable rate and the smallest unstable one (None where the search met none), and whether the search is over."
-        return [_row_of(cell, guess, self.bracket(cell, guess)) for cell, guess in self.matrix.cells]
+        "For each arm: its largest stable rate and the smallest unstable one, or None, and whether the search is over."
+        return [_row_of(cell, guess, self.bracket(cell, guess))
+                for cell, guess in self.matrix.cells]
 
 # %% ../../nbs/evidence/03_stability.ipynb #0787d8c0
 def thresholds_of(
@@ -114,9 +119,11 @@ def thresholds_of(
     found = []
     for arm, rates in arms.items():
         unstable = min((lr for lr, ends in rates.items() if any(ends)), default=None)
-        stable = max((lr for lr, ends in rates.items() if len(ends) >= runs and not any(ends) and (unstable is None or lr < unstable)), default=None)
+        whole = [lr for lr, ends in rates.items() if len(ends) >= runs and not any(ends)]
+        stable = max((lr for lr in whole if unstable is None or lr < unstable), default=None)
         narrow = stable is not None and unstable is not None and unstable / stable < 2 ** (1.01 / PARTS)
-        found.append({**dict(zip(_ARM, arm)), "stable": stable, "unstable": unstable, "done": narrow or None in (stable, unstable) and len(rates) > FURTHEST})
+        found.append({**dict(zip(_ARM, arm)), "stable": stable, "unstable": unstable,
+                      "done": narrow or None in (stable, unstable) and len(rates) > FURTHEST})
     return found
 
 # %% ../../nbs/evidence/03_stability.ipynb #71588f79
@@ -124,7 +131,7 @@ def plot_max_lr(
     found: Iterable[Mapping[str, Any]],  # rows of `StabilitySearch.found`
     best: Mapping[tuple, float] = {},  # noqa: B006 (format, storage, rule, power) to the tuned learning rate, drawn as a circle
 ) -> Any:  # the matplotlib figure
-    "Largest stable learning rate by format, a panel for each rule, a line for each storage (level if it has one format); at the foot, what is stable nowhere."
+    "Draw the largest stable learning rate by format: a panel for each rule, a line for each storage; at the foot, none."
     import matplotlib.pyplot as plt
 
     found = list(found)

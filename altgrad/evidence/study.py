@@ -39,7 +39,8 @@ def read_ledger(
     files = sorted(Path(folder).glob("*.parquet"))
     if not files: raise InputError(f"no ledger in {folder}: allowed is a folder of parquet files")
     rows = [row for file in files for row in read_rows(file)]
-    return list({row["run"]: row for row in sorted(rows, key=lambda r: not r.get("error"))}.values())
+    return list({row["run"]: row
+                 for row in sorted(rows, key=lambda r: not r.get("error"))}.values())
 
 def arm_of(
     row: Mapping[str, Any],
@@ -60,10 +61,13 @@ class Study:
     frozen: np.ndarray  # the frozen model's loss on the confirmation split, [checkpoint]
 
     def cell(self, fmt: str, storage: str, power: float = 0.0, **how: Any) -> Arm:
-        "The cell of a format, a storage and a rule (`how` may hold rule and placement); of AdamW, power 0, by the name that the matrices have."
+        "The cell of a format, a storage and a rule (`how` may hold rule and placement), by the name that the matrices have."
         first = next(iter(self.tuned))
-        cell = Arm(**{"format": fmt, "storage": storage, "power": power, "lr": 0.0, "checkpoint": self.checkpoints[0], "corpus": first.corpus, **how})
-        if cell in self.tuned or (cell.rule, cell.power, cell.placement) != ("stiffness_adamw", 0.0, "update"): return cell
+        cell = Arm(**{"format": fmt, "storage": storage, "power": power, "lr": 0.0,
+                      "checkpoint": self.checkpoints[0], "corpus": first.corpus, **how})
+        if cell in self.tuned or (cell.rule, cell.power, cell.placement) != ("stiffness_adamw", 0.0,
+                                                                             "update"):
+            return cell
         plain = replace(cell, rule="adamw")
         return plain if plain in self.tuned else cell
 
@@ -74,11 +78,13 @@ class Study:
     def _planned(self, cell: Arm) -> list[Arm]:
         t = self.tuned.get(cell)
         if t is None or t.missing: return []
-        return [replace(cell, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=s) for c in self.checkpoints for s in self.seeds]
+        return [replace(cell, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=s)
+                for c in self.checkpoints for s in self.seeds]
 
     def powers(self, fmt: str, storage: str) -> list[float]:
         "The powers of a format under a storage whose tuning is complete, in order."
-        return sorted(a.power for a, t in self.tuned.items() if a == self.cell(fmt, storage, a.power) and not t.missing)
+        return sorted(a.power for a, t in self.tuned.items()
+                      if a == self.cell(fmt, storage, a.power) and not t.missing)
 
 # %% ../../nbs/evidence/02_study.ipynb #45f08062
 def _frozen_pieces(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], np.ndarray]:
@@ -90,7 +96,8 @@ def _frozen_pieces(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], n
         means[key] = row["frozen_loss"]
         if not row["diverged"]: profiles[key].append(row["val_chunks"])
     found = {key: np.mean(pieces, axis=0, dtype=float) for key, pieces in profiles.items()}
-    return {key: found[key] - found[key].mean() + mean if key in found else np.array([mean]) for key, mean in means.items()}
+    return {key: found[key] - found[key].mean() + mean if key in found else np.array([mean])
+            for key, mean in means.items()}
 
 def is_frozen(
     row: Mapping[str, Any],
@@ -107,7 +114,8 @@ def _pieces(row: Mapping[str, Any], frozen: Mapping[tuple[str, str], np.ndarray]
 # %% ../../nbs/evidence/02_study.ipynb #a3a2b259
 def _same_everywhere(rows: Iterable[Mapping[str, Any]]) -> None:
     "InputError where one name stands for two checkpoints, texts or instruments."
-    for name, sha in (("checkpoint", "checkpoint_sha"), ("corpus", "corpus_sha"), ("corpus", "instrument")):
+    for name, sha in (("checkpoint", "checkpoint_sha"), ("corpus", "corpus_sha"),
+                      ("corpus", "instrument")):
         known: dict[str, Any] = {}
         for row in rows:
             if not row.get("error") and known.setdefault(row[name], row[sha]) != row[sha]:
@@ -122,19 +130,25 @@ def build_study(
     if len({(m.checkpoints, m.confirm_seeds, m.task, m.cells[0][0].corpus) for m in matrices}) != 1:
         raise InputError("the matrices of a study must share checkpoints, confirmation seeds, task and text")
     first = matrices[0]
-    mine = [r for r in rows if r["checkpoint"] in first.checkpoints and r["corpus"] == first.cells[0][0].corpus]
+    mine = [r for r in rows if r["checkpoint"] in first.checkpoints
+            and r["corpus"] == first.cells[0][0].corpus]
     _same_everywhere(mine)
     frozen, by_arm = _frozen_pieces(mine), {arm_of(r): r for r in mine}
-    known = {arm: r for arm, r in by_arm.items() if not r.get("error") or (r["checkpoint"], r["split"]) in frozen}
-    losses = {arm: Loss(float(_pieces(r, frozen).mean()), loss_of_row(r).raw) for arm, r in known.items()}
+    known = {arm: r for arm, r in by_arm.items() if not r.get("error")
+             or (r["checkpoint"], r["split"]) in frozen}
+    losses = {arm: Loss(float(_pieces(r, frozen).mean()), loss_of_row(r).raw)
+              for arm, r in known.items()}
     plans = {m.name: plan(m, losses.get) for m in matrices}
     tuned = {cell: t for p in plans.values() for cell, t in p.found.items()}
-    ends = np.array([frozen[c, "confirm"].mean() if (c, "confirm") in frozen else np.nan for c in first.checkpoints])
+    ends = np.array([frozen[c, "confirm"].mean() if (c, "confirm") in frozen else np.nan
+                     for c in first.checkpoints])
     study = Study(first.checkpoints, first.confirm_seeds, plans, tuned, {}, by_arm, ends)
     for cell in tuned: study.cubes[cell] = _cube(study, cell, frozen, first.task.chunks)
     return study
 
-def _cube(study: Study, cell: Arm, frozen: Mapping[tuple[str, str], np.ndarray], pieces: int) -> np.ndarray:
+# %% ../../nbs/evidence/02_study.ipynb #e79d13b9
+def _cube(study: Study, cell: Arm, frozen: Mapping[tuple[str, str], np.ndarray],
+          pieces: int) -> np.ndarray:
     "A cell's confirmation losses [checkpoint, seed, piece]; NaN where not run."
     cube = np.full((len(study.checkpoints) * len(study.seeds), pieces), np.nan)
     for i, run in enumerate(study._planned(cell)):
@@ -172,7 +186,8 @@ def progress(
     edges = sum(bool(t.edge) and not t.missing for t in p.found.values())
     planned = len(p.found) * len(study.checkpoints) * len(study.seeds)
     tuning = grid - sum(len(t.missing) for t in p.found.values())
-    return Progress(matrix.tier, matrix.name, tuning, grid, len(confirmed), planned, sum(map(is_frozen, confirmed)), edges)
+    return Progress(matrix.tier, matrix.name, tuning, grid, len(confirmed), planned,
+                    sum(map(is_frozen, confirmed)), edges)
 
 def progress_table(
     items: Iterable[Progress],
@@ -183,7 +198,8 @@ def progress_table(
     for p in items:
         planned = f"at least {p.tuning_planned}" if p.tuning < p.tuning_planned else str(p.tuning_planned)
         confirmed = f"{p.confirmed} of {p.confirmed_planned}"
-        cells = (p.tier, p.name, f"**{p.state}**", f"{p.tuning} of {planned}", confirmed, p.frozen, p.edges)
+        cells = (p.tier, p.name, f"**{p.state}**", f"{p.tuning} of {planned}", confirmed, p.frozen,
+                 p.edges)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -202,7 +218,8 @@ def minus(a: Weights, b: Weights) -> Weights:
     "The difference of two contrasts."
     return {cell: a.get(cell, 0.0) - b.get(cell, 0.0) for cell in {**a, **b}}
 
-def slope_over_fp32(study: Study, fmt: str, storage: str, powers: tuple[float, ...] = POWERS) -> Weights:
+def slope_over_fp32(study: Study, fmt: str, storage: str,
+                    powers: tuple[float, ...] = POWERS) -> Weights:
     "D of the protocol: the slope under a storage minus that in FP32 under the same geometry."
     return minus(slope(study, fmt, storage, powers), slope(study, fmt, "fp32", powers))
 
@@ -221,18 +238,21 @@ def contrast(
 ) -> np.ndarray:  # [checkpoints, complete seeds, pieces]; no seed where an arm is missing
     "The weighted sum of arms, pair by pair and piece by piece."
     shape = len(study.checkpoints), len(study.seeds), 1
-    total = sum((w * study.cubes.get(cell, np.full(shape, np.nan)) for cell, w in weights.items()), np.zeros(shape))
+    total = sum((w * study.cubes.get(cell, np.full(shape, np.nan)) for cell, w in weights.items()),
+                np.zeros(shape))
     return total[:, ~np.isnan(total).any(axis=(0, 2))]
 
 # %% ../../nbs/evidence/02_study.ipynb #d918a6ef
 @lru_cache(maxsize=16)
 def _draws(checkpoints: int, seeds: int, pieces: int, draws: int) -> tuple[np.ndarray, np.ndarray]:
-    "How often each pair [draws, checkpoints * seeds] and each piece [draws, pieces] was drawn, as shares; the same in every process."
+    "How often each pair [draws, checkpoints * seeds] and each piece [draws, pieces] was drawn, as shares."
     rng = np.random.default_rng(0)
     first = rng.integers(checkpoints, size=(draws, checkpoints, 1))
-    pairs = (first * seeds + rng.integers(seeds, size=(draws, checkpoints, seeds))).reshape(draws, -1)
+    pairs = (first * seeds
+             + rng.integers(seeds, size=(draws, checkpoints, seeds))).reshape(draws, -1)
     count = lambda drawn, n: np.apply_along_axis(np.bincount, 1, drawn, minlength=n) / drawn.shape[1]
-    return count(pairs, checkpoints * seeds), count(rng.integers(pieces, size=(draws, pieces)), pieces)
+    return count(pairs, checkpoints * seeds), count(rng.integers(pieces, size=(draws, pieces)),
+                                                    pieces)
 
 def bootstrap(
     d: np.ndarray,  # [checkpoints, seeds, pieces]
@@ -253,10 +273,11 @@ class Variance(NamedTuple):
 def mean_variance(
     x: np.ndarray,  # [checkpoints, seeds], at least 2 x 2
 ) -> Variance:
-    "The balanced one-way random-effects model: the variance is that of the checkpoints' means, with checkpoints - 1 degrees of freedom."
+    "The balanced one-way random-effects model: the variance of the checkpoints' means, checkpoints - 1 degrees of freedom."
     C, n = x.shape
     middle = x.mean(1, keepdims=True)
-    between, within = n * ((middle - x.mean()) ** 2).sum() / (C - 1), ((x - middle) ** 2).sum() / (C * (n - 1))
+    between = n * ((middle - x.mean()) ** 2).sum() / (C - 1)
+    within = ((x - middle) ** 2).sum() / (C * (n - 1))
     return Variance(between / (C * n), C - 1, max(0.0, (between - within) / n), within)
 
 # %% ../../nbs/evidence/02_study.ipynb #0c925b37
@@ -297,7 +318,8 @@ def _effect(mean: float, variance: float, df: int, drawn: np.ndarray, pairs: np.
     half = float(student_t.ppf(0.975, df)) * math.sqrt(variance)
     p = float(2 * student_t.sf(abs(mean) / math.sqrt(variance), df)) if variance else float(mean == 0)
     low, high = np.quantile(drawn, (0.025, 0.975)).tolist()
-    return Effect(mean, (low, high), (mean - half, mean + half), max(p, LEAST_P), tuple(pairs.mean(1).tolist()), pairs.shape[1])
+    return Effect(mean, (low, high), (mean - half, mean + half), max(p, LEAST_P),
+                  tuple(pairs.mean(1).tolist()), pairs.shape[1])
 
 # %% ../../nbs/evidence/02_study.ipynb #01b8aec6
 def difference(
@@ -308,8 +330,10 @@ def difference(
     "The mean of `a` minus the mean of `b`, which share nothing; the smaller number of degrees of freedom counts."
     if min(a.shape[1], b.shape[1]) < 2: return None
     one, two = mean_variance(a.mean(2)), mean_variance(b.mean(2))
-    drawn = bootstrap(a, draws) - np.roll(bootstrap(b, draws), 1)  # equal shapes are drawn alike: the next draw is another one
-    return _effect(float(a.mean() - b.mean()), one.of_mean + two.of_mean, min(one.df, two.df), drawn, a.mean(2))
+    drawn = bootstrap(a, draws) - np.roll(bootstrap(b, draws),
+                                          1)  # equal shapes are drawn alike: the next draw is another one
+    return _effect(float(a.mean() - b.mean()), one.of_mean + two.of_mean, min(one.df, two.df),
+                   drawn, a.mean(2))
 
 # %% ../../nbs/evidence/02_study.ipynb #56196102
 def holm(
@@ -333,7 +357,8 @@ def judge(
 ) -> str:
     "matters, shown, too small to matter, not shown or not run."
     if e is None: return "not run"
-    if e.sign and (adjusted_p is None or adjusted_p < 0.05) and abs(e.mean) >= smallest: return "matters"
+    if e.sign and (adjusted_p is None or adjusted_p < 0.05) and abs(e.mean) >= smallest:
+        return "matters"
     if -smallest < e.boot[0] and e.boot[1] < smallest: return "too small to matter"
     return "shown" if e.sign else "not shown"
 
@@ -397,13 +422,15 @@ def positive(
              f"an interval below zero in {_names(below)}")
     if not known: return NO_PAIR
     if below: return Verdict(Answer.REFUTED, words)
-    if all(judge(e, small) == Answer.TOO_SMALL for e in known.values()): return Verdict(Answer.TOO_SMALL, words)
+    if all(judge(e, small) == Answer.TOO_SMALL for e in known.values()):
+        return Verdict(Answer.TOO_SMALL, words)
     return Verdict(share_shown(len(shown), len(effects)), words)
 
 def negative(e: Effect | None) -> Verdict:
     "H1b: below zero; refuted if an interval includes zero or lies above."
     if e is None: return NO_PAIR
-    return Verdict(Answer.HOLDS if e.sign < 0 else Answer.REFUTED, f"{effect_text(e)} a mantissa bit")
+    return Verdict(Answer.HOLDS if e.sign < 0 else Answer.REFUTED,
+                   f"{effect_text(e)} a mantissa bit")
 
 def below(effects: Mapping[str, Effect | None]) -> Verdict:
     "H2: the difference is below zero; refuted where an interval lies above, not shown where it includes zero."
@@ -435,10 +462,12 @@ def same_weights(
 ) -> Verdict:
     "H4: runs of formats with one spacing end in the same weights, bit for bit, whatever the power."
     groups, formats = defaultdict(list), set(formats)
-    shared = ("storage", "lr", "seed", "checkpoint_sha", "corpus_sha", "split", "machine", "versions", "floor_octaves")
+    shared = ("storage", "lr", "seed", "checkpoint_sha", "corpus_sha", "split", "machine",
+              "versions", "floor_octaves")
     for row in rows:
         meant = row["format"] in formats and row["rule"] == "stiffness_adamw" and row["placement"] == "update"
-        if meant and not row.get("error"): groups[tuple(str(row.get(k)) for k in shared)].append(row["weights_sha"])
+        if meant and not row.get("error"):
+            groups[tuple(str(row.get(k)) for k in shared)].append(row["weights_sha"])
     many = {k: v for k, v in groups.items() if len(v) > 1}
     wrong = {k: v for k, v in many.items() if len(set(v)) > 1}
     if not many: return Verdict(Answer.NOT_RUN, "no two such runs")
@@ -454,7 +483,8 @@ def trains(
     "H5: fewer than half of the runs diverge, and the loss is below the frozen one by `least`, in each storage."
     known = {s: (e, share) for s, (e, share) in effects.items() if e}
     good = [s for s, (e, share) in known.items() if share < 0.5 and e.low > least]
-    words = "; ".join(f"{s}: {effect_text(e)} below frozen, {share:.0%} diverged" for s, (e, share) in known.items())
+    words = "; ".join(f"{s}: {effect_text(e)} below frozen, {share:.0%} diverged"
+                      for s, (e, share) in known.items())
     if not known: return NO_PAIR
     if len(good) < len(known): return Verdict(Answer.REFUTED, words)
     return Verdict(share_shown(len(known), len(effects)), words)
@@ -473,10 +503,12 @@ def effect_text(
 
 # %% ../../nbs/evidence/02_study.ipynb #1dbcd0c8
 def candidates(study: Study, fmt: str, storage: str) -> dict[Arm, float]:
-    "The rules that compete for a format under a storage, with their tuning losses: tuned there and in FP32, and not AdamW."
+    "The rules that compete for a format under a storage, with their tuning losses: tuned there and in FP32."
     ready = lambda cell: cell in study.tuned and not study.tuned[cell].missing
-    cells = [a for a in study.tuned if (a.format, a.storage) == (fmt, storage) and ready(a) and ready(replace(a, storage="fp32"))]
-    return {a: min(study.tuned[a].losses) for a in cells if a != study.cell(fmt, storage) and a.rule != "adamw"}
+    cells = [a for a in study.tuned if (a.format, a.storage) == (fmt, storage) and ready(a)
+             and ready(replace(a, storage="fp32"))]
+    return {a: min(study.tuned[a].losses) for a in cells if a != study.cell(fmt, storage)
+            and a.rule != "adamw"}
 
 def best_rule(study: Study, fmt: str, storage: str) -> Arm | None:
     "The candidate with the least mean tuning loss; of equal ones the smaller |p|."
@@ -518,7 +550,8 @@ def rank_gains(
     found = {}
     for f in RANKED:
         there = instead.get((storage, f), study)
-        if cell := best_rule(there, f, storage): found[f] = there, contrast(there, gain(there, cell))
+        if cell := best_rule(there, f, storage):
+            found[f] = there, contrast(there, gain(there, cell))
     gains = {f: e for f, (_, d) in found.items() if (e := effect(d))}
     gains = dict(sorted(gains.items(), key=lambda item: -item[1].mean))
     if not gains: return Ranking(Place.NOT_RUN, {}, None)
@@ -550,16 +583,19 @@ def primary_family(
     found = {(s, f): d_of(instead.get((s, f), study), s, f) for s in QUANTIZED for f in PRIMARY}
     known = {key: e.p for key, e in found.items() if e}
     adjusted = dict(zip(known, holm(list(known.values()), len(found))))
-    return {key: Judged(e, p := adjusted.get(key, 1.0), judge(e, SMALLEST / 2, p)) for key, e in found.items()}
+    return {key: Judged(e, p := adjusted.get(key, 1.0), judge(e, SMALLEST / 2, p))
+            for key, e in found.items()}
 
 def what_matters(
     study: Study,
 ) -> dict[tuple[str, str, str], Weights]:  # by D or B, storage and format
     "The contrasts of effects that matter: of the primary family, and of the best rules."
-    found = {("D", s, f): slope_over_fp32(study, f, s) for (s, f), member in primary_family(study).items() if member.verdict == "matters"}
+    found = {("D", s, f): slope_over_fp32(study, f, s)
+             for (s, f), member in primary_family(study).items() if member.verdict == "matters"}
     best = {(s, f): cell for s in QUANTIZED for f in RANKED if (cell := best_rule(study, f, s))}
     gains = {("B", *key): gain_over_fp32(study, cell) for key, cell in best.items()}
-    return found | {key: w for key, w in gains.items() if judge(effect(contrast(study, w)), SMALLEST) == "matters"}
+    return found | {key: w for key, w in gains.items()
+                    if judge(effect(contrast(study, w)), SMALLEST) == "matters"}
 
 # %% ../../nbs/evidence/02_study.ipynb #60c5e8c4
 class Moved(NamedTuple):
@@ -581,10 +617,14 @@ def _moved(study: Study, weights: Weights, loss: Callable[[Arm, int], float]) ->
         if not w: continue
         t = study.tuned.get(cell)
         if t is None or t.missing: return None
-        terms = [w * loss(cell, k) if 0 <= k < len(t.rates) else math.nan for k in (t.best, t.best - 1, t.best + 1)]
+        terms = [w * loss(cell, k) if 0 <= k < len(t.rates) else math.nan
+                 for k in (t.best, t.best - 1, t.best + 1)]
         if math.isnan(terms[0]): return None
         there = [x for x in terms if not math.isnan(x)]
-        tuned, low, high, missing = tuned + terms[0], low + min(there), high + max(there), missing + 3 - len(there)
+        tuned = tuned + terms[0]
+        low = low + min(there)
+        high = high + max(there)
+        missing = missing + 3 - len(there)
     return Moved(tuned, low, high, missing)
 
 def moved_on_tuning(
@@ -601,9 +641,11 @@ def moved(
     seeds: Iterable[int] = (0,),  # of the confirmation, those that were run beside the tuned rates as well
 ) -> Moved | None:  # None where an arm was not confirmed
     "A contrast from confirmation runs, each arm at its tuned rate and half an octave beside it."
-    pairs: list[dict[str, Any]] = [dict(checkpoint=c, seed=s, split="confirm") for c in study.checkpoints for s in seeds]
+    pairs: list[dict[str, Any]] = [dict(checkpoint=c, seed=s, split="confirm")
+                                   for c in study.checkpoints for s in seeds]
     def loss(cell: Arm, k: int) -> float:
-        found = [study.rows.get(replace(cell, lr=study.tuned[cell].rates[k], **pair), {}) for pair in pairs]
+        found = [study.rows.get(replace(cell, lr=study.tuned[cell].rates[k], **pair), {})
+                 for pair in pairs]
         return sum(row.get("val_loss", math.nan) for row in found) / len(pairs)
     return _moved(study, weights, loss)
 
@@ -652,13 +694,16 @@ class Cost(NamedTuple):
     runs: int
 
 def costs(study: Study, storage: str, rule: str = "stiffness_adamw") -> list[Cost]:
-    "All runs that have a twin in FP32, averaged by format, power and rate; without diverged runs, whose loss is a stand-in."
+    "All runs that have a twin in FP32, averaged by format, power and rate; without diverged runs."
     groups = defaultdict(list)
     for arm, row in study.rows.items():
         twin = study.rows.get(replace(arm, storage="fp32"))
-        if (arm.storage, arm.rule, arm.placement) != (storage, rule, "update") or twin is None or is_frozen(row) or is_frozen(twin): continue
-        groups[arm.format, arm.power, arm.lr].append((row["val_loss"] - twin["val_loss"], row["noise_rms"] ** 2))
-    means = ((key, np.mean(found, axis=0).tolist(), len(found)) for key, found in sorted(groups.items()))
+        meant = (arm.storage, arm.rule, arm.placement) == (storage, rule, "update")
+        if not meant or twin is None or is_frozen(row) or is_frozen(twin): continue
+        groups[arm.format, arm.power, arm.lr].append((row["val_loss"] - twin["val_loss"],
+                                                      row["noise_rms"] ** 2))
+    means = ((key, np.mean(found, axis=0).tolist(), len(found))
+             for key, found in sorted(groups.items()))
     return [Cost(*key, excess, noise, runs) for key, (excess, noise), runs in means]
 
 def predict_costs(
@@ -667,8 +712,10 @@ def predict_costs(
 ) -> np.ndarray:  # predicted excess, NaN where no other format has the same
     "Excess = k x noise, with k by least relative error over the other formats."
     key = lambda p: tuple(getattr(p, name) for name in same)
-    k = lambda p: [math.log(q.excess / q.noise) for q in points if key(q) == key(p) and q.format != p.format and q.excess > 0 and q.noise > 0]
-    return np.array([p.noise * math.exp(np.mean(found)) if (found := k(p)) else math.nan for p in points])
+    k = lambda p: [math.log(q.excess / q.noise) for q in points if key(q) == key(p)
+                   and q.format != p.format and q.excess > 0 and q.noise > 0]
+    return np.array([p.noise * math.exp(np.mean(found)) if (found := k(p)) else math.nan
+                     for p in points])
 
 # %% ../../nbs/evidence/02_study.ipynb #e281ef2a
 def _padded(series: list[list[float]]) -> np.ndarray:
@@ -692,7 +739,8 @@ def training_gap(
     other: Arm,  # e.g. AdamW in FP32
 ) -> np.ndarray:  # [windows of 10 updates], mean over pairs that both have; empty where there is none
     "Training loss of a cell minus another's on the same batches."
-    by_pair = lambda c: {(r["checkpoint"], r["seed"]): r["curve"] for r in study.runs(c) if r.get("curve")}
+    by_pair = lambda c: {(r["checkpoint"], r["seed"]): r["curve"] for r in study.runs(c)
+                         if r.get("curve")}
     a, b = by_pair(cell), by_pair(other)
     found = _padded([[x - y for x, y in zip(a[key], b[key])] for key in a if key in b])
     return np.nanmean(found, axis=0) if found.size else np.array([])

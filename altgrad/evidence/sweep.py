@@ -63,13 +63,16 @@ class Matrix:
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e5b98592
 _KEYS = {"": ("name", "tier", "corpus", "checkpoints", "arms", "tune", "confirm", "extend_power", "task"), "arms": (*AXES, "lr", "exclude"),
-         "tune": ("seeds", "points", "most"), "confirm": ("seeds",), "extend_power": ("step", "limit"), "task": tuple(f.name for f in fields(Task))}
+         "tune": ("seeds", "points", "most"), "confirm": ("seeds",),
+         "extend_power": ("step", "limit"), "task": tuple(f.name for f in fields(Task))}
 
 def _part(given: Any, place: str, needed: Iterable[str] = ()) -> dict[str, Any]:
     "A mapping with known keys; InputError otherwise."
-    if not isinstance(given, dict): raise InputError(f"{place or 'the matrix'} must be a mapping, not {type(given).__name__}")
+    if not isinstance(given, dict):
+        raise InputError(f"{place or 'the matrix'} must be a mapping, not {type(given).__name__}")
     for key in given:
-        if key not in _KEYS[place]: raise unknown(f"key in {place or 'the matrix'}", key, _KEYS[place])
+        if key not in _KEYS[place]:
+            raise unknown(f"key in {place or 'the matrix'}", key, _KEYS[place])
     for key in needed:
         if key not in given: raise InputError(f"{place or 'the matrix'} needs a value for {key!r}")
     return given
@@ -77,7 +80,8 @@ def _part(given: Any, place: str, needed: Iterable[str] = ()) -> dict[str, Any]:
 def _list(value: Any) -> list:
     "A value as a list; InputError for a list that is empty or holds more than plain values and mappings."
     values = value if isinstance(value, list) else [value]
-    if not values or any(isinstance(v, list) for v in values): raise InputError(f"a list in a matrix holds values, not {value!r}")
+    if not values or any(isinstance(v, list) for v in values):
+        raise InputError(f"a list in a matrix holds values, not {value!r}")
     return values
 
 def _printable(value: Any, what: str) -> str:
@@ -93,20 +97,26 @@ def _whole(values: Any, what: str, low: int = 0) -> tuple[int, ...]:
     return tuple(values)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #4781b477
-MOST_ARMS, MOST_RUNS, MOST_RATES = 2000, 50_000, 99  # of a matrix: arms, runs that tuning begins with, learning rates of an arm
+MOST_ARMS = 2000  # of a matrix
+MOST_RUNS = 50_000  # that tuning begins with
+MOST_RATES = 99  # of an arm
 
 def _axes(entry: Any) -> dict[str, list[Any]]:
     "The axes of one entry of `arms`."
-    return {key: _list(value) for key, value in _part(entry, "arms", ("format", "storage", "lr")).items() if key in AXES}
+    return {key: _list(value)
+            for key, value in _part(entry, "arms", ("format", "storage", "lr")).items()
+            if key in AXES}
 
 def _cells(entry: Any, corpus: str, checkpoint: str) -> Iterator[tuple[Arm, float]]:
     "The arms of one entry of `arms`."
-    axes, exclude = _axes(entry), [_part(e, "arms") for e in _list(entry["exclude"])] if "exclude" in entry else []
+    axes = _axes(entry)
+    exclude = [_part(e, "arms") for e in _list(entry["exclude"])] if "exclude" in entry else []
     for values in itertools.product(*axes.values()):
         cell = dict(zip(axes, values))
         if any(all(cell.get(key) in _list(v) for key, v in e.items()) for e in exclude): continue
         arm = Arm(**cell, corpus=corpus, checkpoint=checkpoint, lr=entry["lr"])
-        if not 0 < arm.lr <= 1e100: raise InputError(f"lr must be above 0 and at most 1e100, not {arm.lr}")
+        if not 0 < arm.lr <= 1e100:
+            raise InputError(f"lr must be above 0 and at most 1e100, not {arm.lr}")
         yield replace(arm, lr=0.0), arm.lr
 
 # %% ../../nbs/evidence/01_sweep.ipynb #c3c6ae41
@@ -114,36 +124,52 @@ def _powers(given: Any) -> tuple[float, float]:
     "Step and limit of `extend_power`; InputError otherwise."
     powers = {"step": 0, "limit": 0, **_part(given, "extend_power")}
     for key, value in powers.items():
-        if not is_number(value) or not 0 <= value <= 100: raise InputError(f"extend_power {key} must be a number from 0 to 100, not {value!r}")
-    if powers["limit"] > 100 * powers["step"] > 0: raise InputError("extend_power limit must be at most a hundred steps")
+        if not is_number(value) or not 0 <= value <= 100:
+            raise InputError(f"extend_power {key} must be a number from 0 to 100, not {value!r}")
+    if powers["limit"] > 100 * powers["step"] > 0:
+        raise InputError("extend_power limit must be at most a hundred steps")
     return float(powers["step"]), float(powers["limit"])
 
 def _check_size(entries: list[Any], points: int, seeds: int) -> None:
     "InputError for a matrix that is too large to be meant; before an arm is made."
     arms = sum(math.prod(map(len, _axes(entry).values())) for entry in entries)
-    if arms > MOST_ARMS: raise InputError(f"the matrix has {arms:,} arms; allowed: at most {MOST_ARMS:,}")
-    if arms * points * seeds > MOST_RUNS: raise InputError(f"the matrix begins with {arms * points * seeds:,} runs; allowed: at most {MOST_RUNS:,}")
+    if arms > MOST_ARMS:
+        raise InputError(f"the matrix has {arms:,} arms; allowed: at most {MOST_ARMS:,}")
+    if arms * points * seeds > MOST_RUNS:
+        raise InputError(f"the matrix begins with {arms * points * seeds:,} runs; allowed: at most {MOST_RUNS:,}")
 
+# %% ../../nbs/evidence/01_sweep.ipynb #c9f2edf8
 def read_matrix(
     text: str | bytes,  # YAML
 ) -> Matrix:
-    "A matrix; InputError that names what is wrong with it. Everything is checked here, so that what a dry run lists can be run."
-    given = _part(parse_yaml(text, "the matrix"), "", ("name", "tier", "corpus", "checkpoints", "arms", "tune", "confirm"))
-    tune, confirm = _part(given["tune"], "tune", ("seeds",)), _part(given["confirm"], "confirm", ("seeds",))
-    checkpoints, entries = tuple(_printable(name, "a checkpoint") for name in _list(given["checkpoints"])), _list(given["arms"])
+    "Read a matrix; InputError that names what is wrong with it. What a dry run lists can be run."
+    given = _part(parse_yaml(text, "the matrix"), "",
+                  ("name", "tier", "corpus", "checkpoints", "arms", "tune", "confirm"))
+    tune = _part(given["tune"], "tune", ("seeds",))
+    confirm = _part(given["confirm"], "confirm", ("seeds",))
+    checkpoints = tuple(_printable(name, "a checkpoint") for name in _list(given["checkpoints"]))
+    entries = _list(given["arms"])
     for name in checkpoints: recipe_of(name)
-    if len(set(checkpoints)) < len(checkpoints): raise InputError("the matrix has one checkpoint twice")
+    if len(set(checkpoints)) < len(checkpoints):
+        raise InputError("the matrix has one checkpoint twice")
     seeds = _whole(tune["seeds"], "tune seeds"), _whole(confirm["seeds"], "confirm seeds")
-    if len(seeds[0]) % len(checkpoints): raise InputError(f"tuning seeds go round the {len(checkpoints)} checkpoints: give a multiple of that many")
-    if set(seeds[0]) & set(seeds[1]): raise InputError("a seed that tunes cannot confirm: tune and confirm seeds must differ")
-    points, most = _whole(tune.get("points", 5), "points", 3)[0], _whole(tune.get("most", 11), "most", 3)[0]
+    if len(seeds[0]) % len(checkpoints):
+        raise InputError(f"tuning seeds go round the {len(checkpoints)} checkpoints: give a multiple of that many")
+    if set(seeds[0]) & set(seeds[1]):
+        raise InputError("a seed that tunes cannot confirm: tune and confirm seeds must differ")
+    points = _whole(tune.get("points", 5), "points", 3)[0]
+    most = _whole(tune.get("most", 11), "most", 3)[0]
     if points % 2 == 0 or not points <= most <= MOST_RATES:
         raise InputError(f"points must be odd and at most `most`, and that at most {MOST_RATES}, not {points} and {most}")
     _check_size(entries, points, len(seeds[0]))
-    cells = [cell for entry in entries for cell in _cells(entry, _printable(given["corpus"], "corpus"), checkpoints[0])]
-    if not cells or len({arm for arm, _ in cells}) < len(cells): raise InputError("the matrix has no arm, or one arm twice")
-    return Matrix(_printable(given["name"], "name"), _whole(given["tier"], "tier")[0], tuple(cells), checkpoints, *seeds, points, most,
-                  *_powers(given.get("extend_power", {})), Task(**_part(given.get("task", {}), "task")))
+    cells = [cell for entry in entries
+             for cell in _cells(entry, _printable(given["corpus"], "corpus"), checkpoints[0])]
+    if not cells or len({arm for arm, _ in cells}) < len(cells):
+        raise InputError("the matrix has no arm, or one arm twice")
+    return Matrix(_printable(given["name"], "name"), _whole(given["tier"], "tier")[0], tuple(cells),
+                  checkpoints, *seeds, points, most,
+                  *_powers(given.get("extend_power", {})),
+                  Task(**_part(given.get("task", {}), "task")))
 
 # %% ../../nbs/evidence/01_sweep.ipynb #38eddc1a
 class Job(NamedTuple):
@@ -169,7 +195,8 @@ def loss_of_row(
     row: Mapping[str, Any],  # of a ledger
 ) -> Loss:
     "How a row's run ended; infinite where it failed or met a number that is not finite."
-    counted, raw = (math.inf if row.get(key) is None else row[key] for key in ("val_loss", "raw_loss"))
+    counted, raw = (math.inf if row.get(key) is None else row[key]
+                    for key in ("val_loss", "raw_loss"))
     return Loss(counted, raw)
 
 Losses = Callable[[Arm], Loss | None]  # how a run ended; None if it has not been made
@@ -183,7 +210,8 @@ def rate(
 
 def _mean(losses: Iterable[Loss | None]) -> Loss:
     "The mean of runs that have all been made."
-    return Loss(*(statistics.fmean(values) for values in zip(*(x for x in losses if x is not None))))
+    return Loss(*(statistics.fmean(values)
+                  for values in zip(*(x for x in losses if x is not None))))
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e201fcf0
 def tuning(
@@ -193,11 +221,16 @@ def tuning(
     loss: Losses,
 ) -> Tuning:
     "Looks for the best learning rate, going on where it lies at an end of what was tried."
-    ks, seeds = list(range(-(matrix.points // 2), matrix.points // 2 + 1)), list(zip(itertools.cycle(matrix.checkpoints), matrix.tune_seeds))
+    ks = list(range(-(matrix.points // 2), matrix.points // 2 + 1))
+    seeds = list(zip(itertools.cycle(matrix.checkpoints), matrix.tune_seeds))
     while True:
-        runs = {k: [replace(cell, lr=rate(middle, k), split="tune", checkpoint=c, seed=s) for c, s in seeds] for k in ks}
+        runs: dict[int, list[Arm]] = {}
+        for k in ks:
+            tuned = replace(cell, lr=rate(middle, k), split="tune")
+            runs[k] = [replace(tuned, checkpoint=c, seed=s) for c, s in seeds]
         missing = [Job(arm, "tune") for arms in runs.values() for arm in arms if loss(arm) is None]
-        if missing: return Tuning(missing, [rate(middle, k) for k in ks], [math.inf] * len(ks), 0, "")
+        if missing:
+            return Tuning(missing, [rate(middle, k) for k in ks], [math.inf] * len(ks), 0, "")
         means = [_mean(loss(arm) for arm in runs[k]) for k in ks]
         best = means.index(min(means))
         edge = {0: "low", len(ks) - 1: "high"}.get(best, "")
@@ -224,11 +257,14 @@ def wider_powers(
         best = min(losses, key=losses.__getitem__)
         onward = best + (matrix.power_step if best == max(powers) else -matrix.power_step)
         alone = sum(v == losses[best] for v in losses.values()) == 1
-        if len(powers) < 3 or not alone or best not in (min(powers), max(powers)) or abs(onward) > matrix.power_limit: continue
-        storages = {"fp32", *(a.storage for a in groups if replace(a, storage=base.storage) == base)}
+        if len(powers) < 3 or not alone or best not in (min(powers), max(powers)) or abs(onward) > matrix.power_limit:
+            continue
+        storages = {"fp32", *(a.storage for a in groups
+                              if replace(a, storage=base.storage) == base)}
         new |= {replace(base, storage=s, power=onward): powers[best] for s in storages}
     here = {arm for arm, _ in cells}
-    return sorted(((arm, m) for arm, m in new.items() if arm not in here), key=lambda cell: str(cell[0]))
+    return sorted(((arm, m) for arm, m in new.items() if arm not in here),
+                  key=lambda cell: str(cell[0]))
 
 # %% ../../nbs/evidence/01_sweep.ipynb #8f305a1e
 class Plan(NamedTuple):
@@ -251,14 +287,16 @@ def plan(
         cells += new
     jobs = [job for t in found.values() for job in t.missing]
     if jobs: return Plan("tune", jobs, cells, found)
-    jobs = [Job(replace(arm, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=s), "confirm", t.edge)
+    jobs = [Job(replace(arm, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=s), "confirm",
+                t.edge)
             for s in matrix.confirm_seeds for c in matrix.checkpoints for arm, t in found.items()]
     jobs = [job for job in jobs if loss(job.arm) is None]
     return Plan("confirm" if jobs else "done", jobs, cells, found)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #d6b1b7cb
 _TYPES = {"text": str, "flag": bool, "whole number": int, "mapping": dict, "list": list}
-_VALUES = {"run": "text", "error": "text", "stage": "text", "matrix": "text", "val_loss": "number", "seconds": "number", "stall": "number", "diverged": "flag",
+_VALUES = {"run": "text", "error": "text", "stage": "text", "matrix": "text", "val_loss": "number",
+           "seconds": "number", "stall": "number", "diverged": "flag",
            "curve": "list", "task": "mapping", "machine": "mapping", "versions": "mapping",
            **{f.name: {"str": "text", "float": "number", "int": "whole number"}[getattr(f.type, "__name__", str(f.type))] for f in fields(Arm)}}
 
@@ -282,9 +320,12 @@ def check_row(
     for key, kind in _VALUES.items():
         value = row.get(key)
         holds = is_number(value) if kind == "number" else type(value) is _TYPES[kind]
-        if value is not None and not holds: raise InputError(f"{place}: {key} must be a {kind}, not {one_line(value, 60)!r}")
-        if kind == "text" and value is not None and len(value) > 1000: raise InputError(f"{place}: {key} has {len(value)} characters; allowed: 1000")
-    if any(v is not None and not is_number(v) for v in row.get("curve") or ()): raise InputError(f"{place}: curve must be a list of numbers")
+        if value is not None and not holds:
+            raise InputError(f"{place}: {key} must be a {kind}, not {one_line(value, 60)!r}")
+        if kind == "text" and value is not None and len(value) > 1000:
+            raise InputError(f"{place}: {key} has {len(value)} characters; allowed: 1000")
+    if any(v is not None and not is_number(v) for v in row.get("curve") or ()):
+        raise InputError(f"{place}: curve must be a list of numbers")
 
 def check_rows(
     rows: list[dict[str, Any]],
@@ -300,13 +341,15 @@ class Ledger:
     def __init__(self, folder: Path | str): self.path = Path(folder) / "ledger.jsonl"
 
     def rows(self) -> list[dict[str, Any]]:
-        "All whole lines; InputError that names one in the middle that is no row, or any whose values cannot be a run's."
+        "All whole lines; InputError that names a line that is no row, or whose values cannot be a run's."
         if not self.path.is_file(): return []
         try: lines = self.path.read_bytes().split(b"\n")[:-1]
         except OSError as e: raise InputError(f"cannot read {self.path}: {e.strerror}") from None
         rows = [read_line(line) for line in lines]
-        if None in rows[:-1]: raise InputError(f"{self.path} is damaged in line {rows.index(None) + 1}; remove that line")
-        return check_rows([row for row in rows if row is not None], f"{self.path} is damaged in line")
+        if None in rows[:-1]:
+            raise InputError(f"{self.path} is damaged in line {rows.index(None) + 1}; remove that line")
+        return check_rows([row for row in rows if row is not None],
+                          f"{self.path} is damaged in line")
 
     def _repr_html_(self) -> str: return _html(self)
 
@@ -337,7 +380,8 @@ def _drop_torn_line(path: Path) -> None:
     "Cuts off what follows the last whole line."
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
-    if whole and read_line(content[:whole].rstrip(b"\n").rpartition(b"\n")[2]) is None: whole = content.rfind(b"\n", 0, whole - 1) + 1
+    if whole and read_line(content[:whole].rstrip(b"\n").rpartition(b"\n")[2]) is None:
+        whole = content.rfind(b"\n", 0, whole - 1) + 1
     if whole < len(content): os.truncate(path, whole)
 
 def _lock(file, path: Path) -> None:
@@ -345,23 +389,28 @@ def _lock(file, path: Path) -> None:
     try: import fcntl
     except ModuleNotFoundError: return
     try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError: raise InputError(f"another sweep writes to {path}; wait for it, or choose another --out") from None
+    except OSError:
+        raise InputError(f"another sweep writes to {path}; wait for it, or choose another --out") from None
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e69813d7
 def best_arms(
     rows: Iterable[Mapping[str, Any]],  # of a ledger
 ) -> list[tuple[str, float, int]]:  # arm, mean validation loss in nats, number of runs; best first
-    "The arms of the confirmed runs, or of the tuning runs where none is confirmed (there each learning rate by itself)."
-    good = {row["run"]: row for row in rows if not row.get("error") and row.get("val_loss") is not None}.values()
+    "The arms of the confirmed runs; of the tuning runs where none is confirmed, each learning rate by itself."
+    good = {row["run"]: row for row in rows if not row.get("error")
+            and row.get("val_loss") is not None}.values()
     confirmed = [row for row in good if row.get("stage") == "confirm"]
     groups: dict[str, list[float]] = {}
-    for row in confirmed or good: groups.setdefault(_arm_text(row, rate=not confirmed), []).append(row["val_loss"])
-    return sorted(((arm, statistics.fmean(v), len(v)) for arm, v in groups.items()), key=lambda found: found[1])
+    for row in confirmed or good:
+        groups.setdefault(_arm_text(row, rate=not confirmed), []).append(row["val_loss"])
+    return sorted(((arm, statistics.fmean(v), len(v)) for arm, v in groups.items()),
+                  key=lambda found: found[1])
 
 def _arm_text(row: Mapping[str, Any], rate: bool) -> str:
     "The arm of a row in a few words; with its learning rate if asked for."
     words = [str(row.get(key, "-")) for key in ("format", "storage", "rule")]
-    if row.get("rule") == "stiffness_adamw" and row.get("power") is not None: words.append(f"p={row['power']:g}")
+    if row.get("rule") == "stiffness_adamw" and row.get("power") is not None:
+        words.append(f"p={row['power']:g}")
     if row.get("placement") == "gradient": words.append("on the gradient")
     if row.get("floor_octaves") is not None: words.append(f"R={row['floor_octaves']:g}")
     if rate and row.get("lr"): words.append(f"lr={row['lr']:g}")
@@ -412,13 +461,15 @@ def _end_with(parent) -> None:
 
 def _work(arm: Arm) -> dict[str, Any]:
     "One run in a worker: its row, or why there is none."
-    try: return {**run_arm(arm, _BENCH), "error": None, "machine": machine(), "versions": versions()}
+    try:
+        return {**run_arm(arm, _BENCH), "error": None, "machine": machine(), "versions": versions()}
     except Exception as e: return {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}
 
 # %% ../../nbs/evidence/01_sweep.ipynb #ad0f9268
 def _outcome(f: Future) -> dict[str, Any]:
     "What a worker gave, or why it could not."
-    return {"error": f"{type(f.exception()).__name__}: {' '.join(str(f.exception()).split())[:300]}"} if f.exception() else f.result()
+    e = f.exception()
+    return {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"} if e else f.result()
 
 class Workers:
     "A process pool that outlives its workers."
@@ -426,7 +477,9 @@ class Workers:
         self.count, self.setup = count, setup
         self._start()
 
-    def _start(self) -> None: self.pool = ProcessPoolExecutor(self.count, get_context("spawn"), _start_worker, (self.setup,))
+    def _start(self) -> None:
+        self.pool = ProcessPoolExecutor(self.count, get_context("spawn"), _start_worker,
+                                        (self.setup,))
 
     def _stop(self) -> None:
         "Ends the workers now: what they were at is made again next time."
@@ -443,7 +496,8 @@ class Workers:
         self._start()
 
 # %% ../../nbs/evidence/01_sweep.ipynb #cc79f83a
-def _results(workers: Workers, jobs: Iterable[Job], work: Callable) -> Iterator[tuple[Job, dict[str, Any]]]:
+def _results(workers: Workers, jobs: Iterable[Job],
+             work: Callable) -> Iterator[tuple[Job, dict[str, Any]]]:
     "Runs the jobs; yields each with its result as it comes."
     waiting, suspects = deque(jobs), deque[Job]()
     flying: dict[Future, Job] = {}
@@ -457,7 +511,8 @@ def _results(workers: Workers, jobs: Iterable[Job], work: Callable) -> Iterator[
         except BrokenProcessPool: pass  # that one is still in its queue
         done = wait(flying, return_when=FIRST_COMPLETED).done if flying else ()
         lost = any(isinstance(f.exception(), BrokenProcessPool) for f in done)
-        yield from [(flying.pop(f), _outcome(f)) for f in done if not isinstance(f.exception(), BrokenProcessPool)]
+        yield from [(flying.pop(f), _outcome(f)) for f in done
+                    if not isinstance(f.exception(), BrokenProcessPool)]
         if lost or not done:
             workers.restart()
             if alone and flying: yield flying.popitem()[1], {"error": "the worker process died"}
@@ -474,7 +529,8 @@ def _clock(seconds: float) -> str:
 def _progress(title: str, total: int, visible: bool = True) -> Iterator[Callable[[str], None]]:
     "A function to call after each run: a bar on a terminal, a line about every minute elsewhere."
     console, began, count, last = Console(stderr=True), time.monotonic(), 0, time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
                TextColumn("{task.fields[note]}"))
     with Progress(*columns, console=console, disable=not visible or not console.is_terminal) as bar:
         task = bar.add_task(title, total=total, note="")
@@ -485,15 +541,20 @@ def _progress(title: str, total: int, visible: bool = True) -> Iterator[Callable
             now = time.monotonic()
             if visible and not console.is_terminal and (now - last > 60 or count in (1, total)):
                 last, left = now, (now - began) / count * (total - count)
-                print(f"{title}: {count}/{total} runs, about {_clock(left)} left in this stage; {note}", file=sys.stderr, flush=True)
+                text = f"{title}: {count}/{total} runs, about {_clock(left)} left in this stage; {note}"
+                print(text, file=sys.stderr, flush=True)
         yield step
 
 # %% ../../nbs/evidence/01_sweep.ipynb #f51af2f0
 def protocol_commit() -> str | None:
     "The last commit that changed the protocol, with '+' where it was changed since; None outside a checkout."
     root, name = Path(__file__).resolve().parent.parent, "nbs/studies/protocol.ipynb"
-    def git(*args): return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
-    try: commit, changed = git("log", "-1", "--format=%H", "--", name), git("status", "--porcelain", "--", name)
+    def git(*args):
+        return subprocess.run(["git", "-C", str(root), *args], capture_output=True,
+                              text=True).stdout.strip()
+    try:
+        commit = git("log", "-1", "--format=%H", "--", name)
+        changed = git("status", "--porcelain", "--", name)
     except OSError: return None
     return (f"{commit}+" if changed else commit) or None
 
@@ -501,12 +562,14 @@ def _label(arm: Arm) -> str:
     "An arm in a few words."
     words = [arm.format, arm.storage, arm.rule]
     if arm.rule == "stiffness_adamw": words.append(f"p={arm.power:g}")
-    if arm.rule == "stiffness_adamw" and arm.placement == "gradient": words.append("on the gradient")
+    if arm.rule == "stiffness_adamw" and arm.placement == "gradient":
+        words.append("on the gradient")
     return " ".join([*words, f"lr={arm.lr:g} {arm.checkpoint} seed {arm.seed} {arm.split}"])
 
 # %% ../../nbs/evidence/01_sweep.ipynb #bc15663c
-def _by_run(rows: Iterable[dict[str, Any]], here: str, accept: tuple[str, ...]) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
-    "Rows by the id that the code `here` gives their runs, or by their own where they were made by code that is not accepted; how many those are, by code."
+def _by_run(rows: Iterable[dict[str, Any]], here: str,
+            accept: tuple[str, ...]) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+    "Rows by the id that the code `here` gives their runs, or by their own where their code is not accepted; those by code."
     found: dict[str, dict[str, Any]] = {}
     others: dict[str, int] = {}
     used = set()
@@ -532,7 +595,8 @@ class Sweep:
     ):
         self.matrix, self.ledger, self.out = matrix, Ledger(out), Path(out)
         self.bench, self._ids = bench.with_task(matrix.task), dict[Arm, str]()
-        self.rows, self.others = _by_run((row for row in self.ledger.rows() if not row.get("error")), bench.code, tuple(accept))
+        good = (row for row in self.ledger.rows() if not row.get("error"))
+        self.rows, self.others = _by_run(good, bench.code, tuple(accept))
 
     def run_id(self, arm: Arm) -> str:
         "The arm's identity."
@@ -554,28 +618,32 @@ class Sweep:
         for name in self.matrix.checkpoints:
             if self.bench.file(name).is_file(): continue
             print(f"building checkpoint {name}", file=sys.stderr, flush=True)
-            build_checkpoint(self.bench, name, lambda step: print(f"  step {step}", file=sys.stderr, flush=True))
+            build_checkpoint(self.bench, name,
+                             lambda step: print(f"  step {step}", file=sys.stderr, flush=True))
 
     def run(self, workers: int = 1, progress: bool = True, pool: Any = None) -> int:
-        "Makes every run that is missing, stage after stage, here or in another pool (`altgrad.evidence.cluster`); how many runs failed in this call."
+        "Make every run that is missing, stage after stage, here or in another pool; return how many failed in this call."
         return _run_sweep(self, workers, progress, pool)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #5b1c397e
 def _check_sweep(sweep: Sweep) -> None:
-    "InputError for what would end the sweep later: a folder that cannot be written, a text that is missing or too short, a damaged checkpoint."
+    "InputError for what would end the sweep later: a folder that cannot be written, a text that is missing or too short."
     check_place(sweep.out)
     check_place(sweep.bench.folder, "choose another --checkpoints")
-    if sweep.ledger.path.exists() and not sweep.ledger.path.is_file(): raise InputError(f"{sweep.ledger.path} is not a file")
+    if sweep.ledger.path.exists() and not sweep.ledger.path.is_file():
+        raise InputError(f"{sweep.ledger.path} is not a file")
     for name in sweep.matrix.checkpoints:
         if os.path.lexists(sweep.bench.file(name)): sweep.bench.state(name)
         else: sweep.bench.corpus(recipe_of(name)[0].corpus)
     block_size = recipe_of(sweep.matrix.checkpoints[0])[0].block_size
     for label in {arm.corpus for arm, _ in sweep.matrix.cells}:
-        for split in SPLITS: validation_pieces(sweep.bench.corpus(label).val, split, block_size, sweep.matrix.task)
+        for split in SPLITS:
+            validation_pieces(sweep.bench.corpus(label).val, split, block_size, sweep.matrix.task)
 
 def _run_sweep(sweep: Sweep, workers: int, progress: bool, pool: Any) -> int:
     "`Sweep.run`."
-    facts = {"tier": sweep.matrix.tier, "matrix": sweep.matrix.name, "commit": git_commit(), "protocol": protocol_commit()}
+    facts = {"tier": sweep.matrix.tier, "matrix": sweep.matrix.name, "commit": git_commit(),
+             "protocol": protocol_commit()}
     failed = 0
     with sweep.ledger.writing() as append:
         setup = sweep.bench.folder, sweep.bench.data, sweep.bench.task, sweep.bench.cache
@@ -588,13 +656,16 @@ def _run_sweep(sweep: Sweep, workers: int, progress: bool, pool: Any) -> int:
     return failed
 
 # %% ../../nbs/evidence/01_sweep.ipynb #4325de33
-def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any], progress: bool) -> Iterator[dict[str, Any]]:
+def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any],
+           progress: bool) -> Iterator[dict[str, Any]]:
     "The rows of one stage, as they come."
     with _progress(f"{sweep.matrix.name} {todo.stage}", len(todo.jobs), progress) as step:
         for job, result in _results(workers, todo.jobs, _work):
             mine = sweep.run_id(job.arm)
-            if result.get("run", mine) != mine: result = {"error": "the worker has other code, or another text or checkpoint: something changed meanwhile"}
-            row = {"run": mine, **asdict(job.arm), **result, "stage": job.stage, "lr_edge": job.lr_edge, **facts,
+            if result.get("run", mine) != mine:
+                result = {"error": "the worker has other code, or another text or checkpoint: something changed meanwhile"}
+            row = {"run": mine, **asdict(job.arm), **result, "stage": job.stage,
+                   "lr_edge": job.lr_edge, **facts,
                    "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             step(f"{_label(job.arm)}: {row['error'] or round(row['val_loss'], 4)}")
             yield row
@@ -604,7 +675,8 @@ def _sweep_html(sweep: Sweep) -> str:
     "Where a sweep stands, and its best arms so far."
     todo, rows = sweep.plan(), list(sweep.rows.values())
     arms, picture = _arms(rows)
-    facts = {"arms": len(todo.cells), "runs made": f"{len(rows):,}", "stage": todo.stage, "runs to make in it": f"{len(todo.jobs):,}"}
+    facts = {"arms": len(todo.cells), "runs made": f"{len(rows):,}", "stage": todo.stage,
+             "runs to make in it": f"{len(todo.jobs):,}"}
     return html_card(f"sweep {sweep.matrix.name}", facts | arms, picture)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #5802715d
@@ -618,7 +690,8 @@ def estimate(
     recipe = lambda checkpoint: checkpoint.rpartition("-")[0]
     for row in sweep.rows.values():
         same = recipe(row.get("checkpoint") or "") == recipe(sweep.matrix.checkpoints[0])
-        if same and row.get("seconds"): times.setdefault(row.get("storage") or "", []).append(row["seconds"])
+        if same and row.get("seconds"):
+            times.setdefault(row.get("storage") or "", []).append(row["seconds"])
     if not times: return None
     medians = {storage: statistics.median(v) for storage, v in times.items()}
     return sum(medians.get(job.arm.storage, max(medians.values())) for job in jobs) / workers
@@ -637,7 +710,8 @@ def describe(
     parts = [f"{m.name}: {len(todo.cells)} arms, {len(sweep.rows)} runs in the ledger",
              f"stage {todo.stage}: {len(todo.jobs)} runs, {cost}"]
     if later: parts.append(f"then more learning rates where needed, and {later} runs to confirm")
-    parts += [f"{number} rows of the code {code} do not count (--accept {code})" for code, number in sweep.others.items()]
+    parts += [f"{number} rows of the code {code} do not count (--accept {code})"
+              for code, number in sweep.others.items()]
     return [*lines, "; ".join(parts)]
 
 # %% ../../nbs/evidence/01_sweep.ipynb #c5b26e3f
@@ -649,12 +723,14 @@ def compact(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = sorted({row["run"]: row for row in sorted(rows, key=lambda r: not r.get("error"))}.values(), key=lambda r: r["run"])
+    last = {row["run"]: row for row in sorted(rows, key=lambda r: not r.get("error"))}
+    rows = sorted(last.values(), key=lambda r: r["run"])
     plain = lambda v: json.dumps(v, sort_keys=True) if isinstance(v, dict) else v
     names = list(dict.fromkeys(key for row in rows for key in row))
     table = pa.table({name: pa.array([plain(row.get(name)) for row in rows]) for name in names})
     for i, f in enumerate(table.schema):  # lists are there to be looked at: half the size, seven digits
-        if f.type == pa.list_(pa.float64()): table = table.set_column(i, f.name, table[f.name].cast(pa.list_(pa.float32())))
+        if f.type == pa.list_(pa.float64()):
+            table = table.set_column(i, f.name, table[f.name].cast(pa.list_(pa.float32())))
     part = Path(f"{path}.part")
     pq.write_table(table, part, compression="zstd", compression_level=19)
     os.replace(part, path)
@@ -676,7 +752,8 @@ def read_rows(
     try: rows = pq.read_table(path).to_pylist()
     except Exception as e: raise InputError(f"cannot read {path}: {type(e).__name__}") from None
     decoded = lambda v: parse_json(v) if isinstance(v, str) and v.startswith("{") else v
-    return check_rows([{key: decoded(v) for key, v in row.items()} for row in rows], f"{path} is damaged in row")
+    return check_rows([{key: decoded(v) for key, v in row.items()} for row in rows],
+                      f"{path} is damaged in row")
 
 # %% ../../nbs/evidence/01_sweep.ipynb #901264a3
 FLAGS = {"diverged": "a loss was not finite, the run failed, or it ended above the frozen model",
@@ -689,8 +766,11 @@ def flags(
 ) -> list[str]:  # keys of `FLAGS`
     "What deserves a look in a run."
     curve = [v for v in row.get("curve") or () if v is not None]
-    fifths = [statistics.fmean(curve[i * len(curve) // 5 : (i + 1) * len(curve) // 5]) for i in range(5)] if len(curve) >= 5 else [0.0, 0.0]
-    holds = (row.get("error") or row.get("diverged"), fifths[-1] > min(fifths[:-1]) + 0.05, (row.get("stall") or 0) > 0.999, row.get("lr_edge"))
+    ends = [i * len(curve) // 5 for i in range(6)]
+    fifths = [0.0, 0.0]
+    if len(curve) >= 5: fifths = [statistics.fmean(curve[a:b]) for a, b in zip(ends, ends[1:])]
+    holds = (row.get("error") or row.get("diverged"), fifths[-1] > min(fifths[:-1]) + 0.05,
+             (row.get("stall") or 0) > 0.999, row.get("lr_edge"))
     return [name for name, yes in zip(FLAGS, holds) if yes]
 
 # %% ../../nbs/evidence/01_sweep.ipynb #76b71582
@@ -701,8 +781,10 @@ def beside(
 ) -> tuple[dict[str, str], Path | None]:  # data strings by label; the folder of checkpoints, if there is one
     "The texts and checkpoints that lie beside a ledger, or beside the ledger that it is a part of."
     folder = Path(ledger) if Path(ledger).is_dir() else Path(ledger).parent
-    if not (folder / "texts").is_dir() and (folder.parent / "texts").is_dir(): folder = folder.parent
-    texts = {path.name.removesuffix(ARCHIVE): f"path:{path}" for path in sorted(folder.glob(f"texts/*{ARCHIVE}"))}
+    if not (folder / "texts").is_dir() and (folder.parent / "texts").is_dir():
+        folder = folder.parent
+    texts = {path.name.removesuffix(ARCHIVE): f"path:{path}"
+             for path in sorted(folder.glob(f"texts/*{ARCHIVE}"))}
     return texts, folder / "checkpoints" if (folder / "checkpoints").is_dir() else None
 
 def find_row(
@@ -710,8 +792,10 @@ def find_row(
     run: str,  # the run's id, or the beginning of it
 ) -> dict[str, Any]:
     "The row of a run; InputError where none, or more than one, fits."
-    found = {row["run"]: row for row in rows if run and row["run"].startswith(run) and not row.get("error")}
-    if len(found) != 1: raise InputError(f"{len(found) or 'no'} runs in the ledger begin with {run!r}; give a run's id, or enough of it")
+    found = {row["run"]: row for row in rows if run and row["run"].startswith(run)
+             and not row.get("error")}
+    if len(found) != 1:
+        raise InputError(f"{len(found) or 'no'} runs in the ledger begin with {run!r}; give a run's id, or enough of it")
     row = found.popitem()[1]
     if key := _missing(row, "replay"): raise InputError(f"the row of run {row['run']} has no {key}: it cannot be made again")
     return row
@@ -720,7 +804,8 @@ def find_row(
 def _same_cpu(then: Mapping[str, Any]) -> bool:
     "Whether a row's machine computes as this one does, as far as the row says."
     now = machine()
-    return all(now[key] == value for key, value in then.items() if key in ("system", "cpu", "capability", "threads"))
+    return all(now[key] == value for key, value in then.items()
+               if key in ("system", "cpu", "capability", "threads"))
 
 def _bench_of(row: Mapping[str, Any], bench: Bench, kept: Path | None) -> Bench:
     "The bench that has the row's checkpoint, or what comes next to it."
@@ -738,12 +823,14 @@ def replay(
     "Makes a row's run again and compares; InputError where it cannot be the same run."
     text = bench.corpus(row["corpus"]).hash
     if text != row["corpus_sha"]:
-        raise InputError(f"the text {row['corpus']!r} has the hash {text[:16]}, the row's text had {row['corpus_sha'][:16]}: another text, no replay")
+        raise InputError(f"the text {row['corpus']!r} has the hash {text[:16]}, "
+                         f"the row's text had {row['corpus_sha'][:16]}: another text, no replay")
     if row["instrument"] != VERSION:
         raise InputError(f"the row was made by version {row['instrument']} of the instrument, this is version {VERSION}")
     bench = _bench_of(row, bench, kept)
     build_checkpoint(bench, row["checkpoint"])
-    got = run_arm(Arm(**{f.name: row[f.name] for f in fields(Arm)}), bench.with_task(Task(**row["task"])))
+    got = run_arm(Arm(**{f.name: row[f.name] for f in fields(Arm)}),
+                  bench.with_task(Task(**row["task"])))
     here = {"versions": versions(), "commit": git_commit(), "engine": None}
     other = [key for key, now in here.items() if row.get(key) != now]
     return _verdict(row, got, other if _same_cpu(row["machine"]) else ["CPU", *other])
@@ -754,8 +841,10 @@ def _verdict(row: dict[str, Any], got: dict[str, Any], other: list[str]) -> tupl
     if got["checkpoint_sha"] != row["checkpoint_sha"]: other = ["checkpoint", *other]
     difference = abs(got["val_loss"] - row["val_loss"])
     text = f"run {row['run']}: validation loss {row['val_loss']:.6f} then, {got['val_loss']:.6f} now"
-    if difference == 0 and got["weights_sha"] == row["weights_sha"]: return True, f"{text}; agrees bit for bit"
-    if not other: return False, f"{text}; differs, on the same kind of CPU with the same versions and code"
+    if difference == 0 and got["weights_sha"] == row["weights_sha"]:
+        return True, f"{text}; agrees bit for bit"
+    if not other:
+        return False, f"{text}; differs, on the same kind of CPU with the same versions and code"
     agrees = difference <= TOLERANCE and got["diverged"] == row["diverged"]
     said = f"agrees within {TOLERANCE} nats" if agrees else f"differs by {difference:.4f} nats, more than {TOLERANCE}"
     return agrees, f"{text}; {said} (another {', another '.join(other)} here)"

@@ -40,34 +40,43 @@ def seed_everything(
     seed: int,  # at least 0
 ) -> None:
     "Seeds the generators of Python, numpy and torch (all devices)."
-    random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 def _random_state(device: torch.device) -> dict[str, Any]:
     "The state of every generator, as tensors and plain values."
     numpy: Any = np.random.get_state()  # a dict only where asked for one
     name, keys, *rest = numpy
-    state = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *rest)}
+    state = {"cpu": torch.get_rng_state(), "python": random.getstate(),
+             "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *rest)}
     if device.type == "cuda": state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 def _restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"].cpu())
-    if device.type == "cuda" and "cuda" in state: torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
     if "python" in state: random.setstate(state["python"])
-    if "numpy" in state: np.random.set_state((state["numpy"][0], state["numpy"][1].cpu().numpy().astype(np.uint32), *state["numpy"][2:]))
+    if "numpy" in state:
+        np.random.set_state((state["numpy"][0], state["numpy"][1].cpu().numpy().astype(np.uint32),
+                             *state["numpy"][2:]))
 
 # %% ../../nbs/training/01_checkpoint.ipynb #1b475ed4
 def _formats(model: nn.Module) -> dict[str, dict[str, Any]]:
     "The facts of every quantized layer's format, by qualified name: codes mean nothing without them."
-    return {name: asdict(m.weight_format) for name, m in model.named_modules() if getattr(m, "weight_format", None) is not None}
+    return {name: asdict(m.weight_format) for name, m in model.named_modules()
+            if getattr(m, "weight_format", None) is not None}
 
 def _check_formats(model: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
     "ValueError unless the saved formats are the model's."
     here = _formats(model)
     for name in here.keys() | saved.keys():
-        if name not in here or name not in saved: raise ValueError(f"{name} is quantized {'here' if name in here else 'there'} only")
+        if name not in here or name not in saved:
+            raise ValueError(f"{name} is quantized {'here' if name in here else 'there'} only")
         there, ours = FP8Format(**saved[name]), FP8Format(**here[name])
-        if there != ours: raise ValueError(f"{name} was saved as {there.name} ({there.spec}), and is {ours.name} ({ours.spec}) here")
+        if there != ours:
+            raise ValueError(f"{name} was saved as {there.name} ({there.spec}), and is {ours.name} ({ours.spec}) here")
 
 # %% ../../nbs/training/01_checkpoint.ipynb #57f8ff24
 def pack_state(
@@ -76,9 +85,10 @@ def pack_state(
     step: int,  # updates made so far
     **extra: Any,  # further plain values and tensors to keep
 ) -> bytes:
-    "What the next training step depends on, in torch's file format: weights, points, optimizers, generators. What other objects remember goes into `extra`."
+    "What the next step depends on, in torch's file format: weights, points, optimizers, generators, and `extra`."
     device = next(model.parameters()).device
-    state = {"model": plain_state(model), "formats": _formats(model), "optimizers": [o.state_dict() for o in optimizers], "step": step,
+    state = {"model": plain_state(model), "formats": _formats(model),
+             "optimizers": [o.state_dict() for o in optimizers], "step": step,
              "points": points_state(model), "random": _random_state(device), "extra": extra}
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -179,8 +189,10 @@ def unpack_state(
             optimizer.load_state_dict(saved)
             _restore_numbers(optimizer, saved)
         _restore_random_state(state["random"], device)
-    except pickle.UnpicklingError: raise InputError(f"checkpoint {name} cannot be used: it is damaged, or holds more than tensors") from None
-    except KeyError as e: raise InputError(f"checkpoint {name} cannot be used: it has no {e}") from None
+    except pickle.UnpicklingError:
+        raise InputError(f"checkpoint {name} cannot be used: it is damaged, or holds more than tensors") from None
+    except KeyError as e:
+        raise InputError(f"checkpoint {name} cannot be used: it has no {e}") from None
     except Exception as e:
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise InputError(f"checkpoint {name} cannot be used: {reason}") from None
@@ -194,7 +206,8 @@ def load_checkpoint(
 ) -> tuple[int, dict]:  # the step, and what was saved as `extra`
     "`unpack_state` of a file; InputError, and nothing changed, if it cannot be read, is damaged or does not fit."
     try: data = Path(path).read_bytes()
-    except OSError as e: raise InputError(f"checkpoint {Path(path).name} cannot be used: {e.strerror}") from None
+    except OSError as e:
+        raise InputError(f"checkpoint {Path(path).name} cannot be used: {e.strerror}") from None
     return unpack_state(data, Path(path).name, model, optimizers)
 
 # %% ../../nbs/training/01_checkpoint.ipynb #250f288c
@@ -208,7 +221,7 @@ def _say(text: str) -> None: print(text, file=sys.stderr, flush=True)
 def kept(
     entries: list[dict[str, Any]],  # of a manifest, in order of steps
 ) -> list[dict[str, Any]]:
-    "The entries that stay: the last `KEEP`, the best on validation (the later of two), and the first `MAX_ANOMALIES` anomalies."
+    "The entries that stay: the last `KEEP`, the best on validation (the later of two), the first `MAX_ANOMALIES` anomalies."
     steps, odd = [e for e in entries if not e["anomaly"]], [e for e in entries if e["anomaly"]]
     judged = [e for e in steps if e["val_loss"] is not None]
     best = min(judged, key=lambda e: (e["val_loss"], -e["step"]), default=None)
@@ -219,22 +232,29 @@ def _entry(given: Any) -> dict[str, Any]:
     "An entry of a manifest; an exception for what `Checkpoints.save` never writes, a file that lies elsewhere for example."
     entry = {key: given[key] for key in ("file", "step", "sha256", "val_loss", "anomaly")}
     kind, sha = "step" if entry["anomaly"] is None else "anomaly", entry["sha256"]
-    types = type(entry["step"]) is int and isinstance(entry["anomaly"], (str, type(None))) and isinstance(sha, (str, type(None)))
-    if not types or entry["step"] < 0 or entry["file"] != f"{kind}-{entry['step']:08d}.pt": raise ValueError("not an entry")
-    if entry["val_loss"] is not None and not is_number(entry["val_loss"]): raise ValueError("not a loss")
+    texts = all(isinstance(value, (str, type(None))) for value in (entry["anomaly"], sha))
+    types = type(entry["step"]) is int and texts
+    if not types or entry["step"] < 0 or entry["file"] != f"{kind}-{entry['step']:08d}.pt":
+        raise ValueError("not an entry")
+    if entry["val_loss"] is not None and not is_number(entry["val_loss"]):
+        raise ValueError("not a loss")
     return entry
 
-class _Manifest:
-    "Which checkpoints a folder holds."
-    def __init__(self, folder: Path | str): self.folder, self.manifest = Path(folder), Path(folder) / "manifest.json"
+# %% ../../nbs/training/01_checkpoint.ipynb #17d2e394
+class Checkpoints:
+    "The checkpoints of one run: `step-<n>.pt`, `anomaly-<n>.pt` and manifest.json."
+    def __init__(self, folder: Path | str):
+        self.folder, self.manifest = Path(folder), Path(folder) / "manifest.json"
 
     def entries(self) -> list[dict[str, Any]]:
-        "The manifest: file, step, sha256, val_loss and anomaly of each; where it is lost or damaged, what the files' names tell."
+        "The manifest: file, step, sha256, val_loss and anomaly of each; where it is damaged, what the files' names tell."
         listed = self._listed()
         return _by_name(self.folder) if listed is None else listed
 
     def _listed(self) -> list[dict[str, Any]] | None:
-        try: return sorted(map(_entry, parse_json(read_small(self.manifest, LARGEST_RECORD))), key=lambda e: e["step"])
+        try:
+            return sorted(map(_entry, parse_json(read_small(self.manifest, LARGEST_RECORD))),
+                          key=lambda e: e["step"])
         except (ValueError, TypeError, KeyError): return None
 
     def rewind(
@@ -242,7 +262,9 @@ class _Manifest:
         step: int,  # the run goes on from here
     ) -> None:
         "Forgets what was saved after a step."
-        if self.folder.is_dir(): self._list([e for e in self.entries() if e["step"] <= step and (self.folder / e["file"]).is_file()])
+        if self.folder.is_dir():
+            self._list([e for e in self.entries() if e["step"] <= step
+                        and (self.folder / e["file"]).is_file()])
 
     def _list(self, entries: list[dict[str, Any]]) -> None:
         "Writes the manifest, then removes every checkpoint that is not in it."
@@ -252,9 +274,6 @@ class _Manifest:
         for path in self.folder.glob("*.pt"):
             if path.name not in listed: path.unlink(missing_ok=True)
 
-# %% ../../nbs/training/01_checkpoint.ipynb #17d2e394
-class Checkpoints(_Manifest):
-    "The checkpoints of one run: `step-<n>.pt`, `anomaly-<n>.pt` and manifest.json."
     def save(
         self,
         data: bytes,  # from `pack_state`
@@ -262,21 +281,24 @@ class Checkpoints(_Manifest):
         val_loss: float | None = None,  # of these weights, where it is known
         anomaly: str | None = None,  # what happened, where that is why it is saved
     ) -> None:
-        "Writes a checkpoint, reads it back, lists it, and removes what is no longer needed; WriteError leaves all as it was."
+        "Write a checkpoint, read it back, list it, remove what is no longer needed; WriteError leaves all as it was."
         path = self.folder / f"{'anomaly' if anomaly else 'step'}-{step:08d}.pt"
         new = {"file": path.name, "step": step, "sha256": _sha256(data), "anomaly": anomaly,
                "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None}
         make_folder(self.folder)
         write_atomic(path, data)
-        if path.read_bytes() != data: raise WriteError(f"{path} reads back other than it was written: is the disk failing?")
-        self._list(kept(sorted([e for e in self.entries() if e["file"] != new["file"]] + [new], key=lambda e: e["step"])))
+        if path.read_bytes() != data:
+            raise WriteError(f"{path} reads back other than it was written: is the disk failing?")
+        self._list(kept(sorted([e for e in self.entries() if e["file"] != new["file"]] + [new],
+                               key=lambda e: e["step"])))
 
     def newest(
         self,
         at_most: int | float = math.inf,  # steps
     ) -> tuple[dict[str, Any], bytes] | None:  # its entry and its content; None if there is none
         "The last whole checkpoint; one that is damaged, or later than `at_most`, is named in one line and put aside."
-        if self.manifest.is_file() and self._listed() is None: _say(f"{self.manifest} is damaged: the checkpoints are taken by their names")
+        if self.manifest.is_file() and self._listed() is None:
+            _say(f"{self.manifest} is damaged: the checkpoints are taken by their names")
         left = [e for e in self.entries() if not e["anomaly"]]
         while left:
             entry = left.pop()
@@ -284,7 +306,8 @@ class Checkpoints(_Manifest):
             late = f"later than step {at_most}, to which all is whole" if entry["step"] > at_most else ""
             fault, data = (late, b"") if late else _inspect(path, entry["sha256"])
             if not fault: return entry, data
-            _say(f"checkpoint {path} is {fault}: " + (f"{left[-1]['file']} is next" if left else "the run begins again"))
+            _say(f"checkpoint {path} is {fault}: "
+                 + (f"{left[-1]['file']} is next" if left else "the run begins again"))
             with suppress(OSError): os.replace(path, path.with_suffix(".aside"))
         return None
 
@@ -294,13 +317,16 @@ def _inspect(path: Path, sha256: str | None) -> tuple[str, bytes]:
     if path.exists() and not path.is_file(): return "not a file", b""  # a pipe would be waited for
     try: data = path.read_bytes()
     except OSError as e: return f"not readable ({e.strerror})", b""
-    if sha256 is not None: return ("" if _sha256(data) == sha256 else "damaged (its SHA-256 differs)"), data
+    if sha256 is not None:
+        return ("" if _sha256(data) == sha256 else "damaged (its SHA-256 differs)"), data
     try: load_tensors(data)
     except Exception: return "damaged (it cannot be read)", data
     return "", data
 
 def _by_name(folder: Path) -> list[dict[str, Any]]:
     "The checkpoints of a folder that has no manifest: their hashes are not known."
-    found = [(int(m[2]), m[1], m[0]) for p in folder.glob("*.pt") if (m := re.fullmatch(r"(step|anomaly)-(\d+)\.pt", p.name))]
-    return [{"file": file, "step": step, "sha256": None, "val_loss": None, "anomaly": None if kind == "step" else "unknown"}
+    found = [(int(m[2]), m[1], m[0]) for p in folder.glob("*.pt")
+             if (m := re.fullmatch(r"(step|anomaly)-(\d+)\.pt", p.name))]
+    return [{"file": file, "step": step, "sha256": None, "val_loss": None,
+             "anomaly": None if kind == "step" else "unknown"}
             for step, kind, file in sorted(found)]

@@ -47,9 +47,11 @@ def _checked(
 ) -> bytes:  # the same document in UTF-8
     "The gate that every document passes; InputError for what is not text."
     try: raw = text.encode() if isinstance(text, str) else text
-    except UnicodeEncodeError: raise InputError(f"{where} holds half of a surrogate pair; allowed: {TEXT_KINDS}") from None
+    except UnicodeEncodeError:
+        raise InputError(f"{where} holds half of a surrogate pair; allowed: {TEXT_KINDS}") from None
     nul = raw.find(b"\0")
-    if nul >= 0: raise InputError(f"{where} is binary: a NUL byte at offset {nul}; allowed: {TEXT_KINDS}")
+    if nul >= 0:
+        raise InputError(f"{where} is binary: a NUL byte at offset {nul}; allowed: {TEXT_KINDS}")
     try: raw.decode()
     except UnicodeDecodeError as e:
         raise InputError(f"{where} is not UTF-8: byte 0x{raw[e.start]:02x} at offset {e.start}; allowed: {TEXT_KINDS}") from None
@@ -58,7 +60,8 @@ def _checked(
 # %% ../../nbs/training/00_data.ipynb #b9fe6483
 def _row_text(value: object, where: str) -> bytes:
     "The document in a row's `text` column, which is a string or a list of strings; InputError otherwise."
-    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value): value = "\n".join(value)
+    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+        value = "\n".join(value)
     if not isinstance(value, str):
         raise InputError(f"{where}: 'text' is a {type(value).__name__}; allowed: a string or a list of strings")
     return _checked(value, where)
@@ -66,7 +69,8 @@ def _row_text(value: object, where: str) -> bytes:
 # %% ../../nbs/training/00_data.ipynb #697b101a
 SPLITS = ("train", "val")
 TENTH = 2**64 // 10  # positions below this are validation
-SPLIT_NAMES = {"train": 2**64 - 1, "dev": 0, "val": 0, "validation": 0, "test": None}  # where a source says so itself: the position; None: left out
+SPLIT_NAMES = {"train": 2**64 - 1, "dev": 0, "val": 0, "validation": 0,
+               "test": None}  # where a source says so itself: the position; None: left out
 
 def _position(
     key: str | bytes,  # what identifies a document: its relative path, or its text
@@ -258,17 +262,22 @@ def _packed(path: Path) -> list[tuple[str, bytes]]:
     return sorted(found)
 
 # %% ../../nbs/training/00_data.ipynb #f99e0149
-READERS = {".txt": None, ".md": None, ".py": None, ".jsonl": _jsonl, ".parquet": _parquet}  # None: the file is one document
+READERS = {".txt": None, ".md": None, ".py": None, ".jsonl": _jsonl,
+           ".parquet": _parquet}  # None: the file is one document
 
 def _files(root: Path) -> list[tuple[str, Path]]:
     "The files that a path stands for, (key, path); InputError if there are none."
-    if not root.exists(): raise InputError(f"no such file or folder: {str(root)!r}; allowed: path:<file or folder>")
+    if not root.exists():
+        raise InputError(f"no such file or folder: {str(root)!r}; allowed: path:<file or folder>")
     if root.is_file(): return [(root.name, root)]
-    if not root.is_dir(): raise InputError(f"{str(root)!r} is neither a file nor a folder; allowed: path:<file or folder>")
+    if not root.is_dir():
+        raise InputError(f"{str(root)!r} is neither a file nor a folder; allowed: path:<file or folder>")
     found = [(key, path) for key, path in _walk(root) if path.suffix.lower() in READERS]
-    if not found: raise InputError(f"the folder {str(root)!r} holds no text; allowed: {', '.join(READERS)} files")
+    if not found:
+        raise InputError(f"the folder {str(root)!r} holds no text; allowed: {', '.join(READERS)} files")
     for _, path in found:
-        if path.exists() and not path.is_file(): raise InputError(f"{str(path)!r} is neither a file nor a folder; a pipe or a device cannot be read twice")
+        if path.exists() and not path.is_file():
+            raise InputError(f"{str(path)!r} is neither a file nor a folder; a pipe or a device cannot be read twice")
     return found
 
 def _unpacked(root: Path) -> Iterator[tuple[int, bytes]]:
@@ -281,7 +290,8 @@ def _unpacked(root: Path) -> Iterator[tuple[int, bytes]]:
 def _path(root: Path) -> Iterator[tuple[int, bytes]]:
     "The documents of a file, or of all files below a folder or in an archive, in the order of their relative paths."
     try:
-        if root.name.endswith(ARCHIVE): yield from ((_position(key), _checked(text, key)) for key, text in _packed(root))
+        if root.name.endswith(ARCHIVE):
+            yield from ((_position(key), _checked(text, key)) for key, text in _packed(root))
         else: yield from _unpacked(root)
     except OSError as e: raise InputError(f"cannot read {str(e.filename or root)!r} ({e.strerror or one_line(e, 200)})") from e
 
@@ -291,7 +301,8 @@ def _hub_address() -> tuple[str | None, int]:
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     proxies = urllib.request.getproxies()
     proxy = proxies.get(url.scheme) or proxies.get("all")
-    if proxy and not urllib.request.proxy_bypass(url.hostname or ""): url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
     try: return url.hostname, url.port or (443 if url.scheme == "https" else 80)
     except ValueError: return None, 0
 
@@ -331,25 +342,30 @@ def _load_splits(
 
     try:
         with nullcontext() if here else _offline():
-            return datasets.load_dataset(folder or "coastalcph/lex_glue", name, split=["train", "validation"])
+            return datasets.load_dataset(folder or "coastalcph/lex_glue", name,
+                                         split=["train", "validation"])
     except Exception as e:
         fault = one_line(e, 200) if here else "the Hugging Face Hub does not answer and there is no copy in its cache"
         raise InputError(f"cannot load lex_glue/{name}: {fault}; allowed: a network, or lex_glue/{name}@<folder with a local copy>") from e
 
 # %% ../../nbs/training/00_data.ipynb #960844db
-def _lex_glue_rows(name: str, splits: list, columns: Iterable[str] = ("text",)) -> Iterator[tuple[str, dict]]:
+def _lex_glue_rows(name: str, splits: list,
+                   columns: Iterable[str] = ("text",)) -> Iterator[tuple[str, dict]]:
     "Each row with its place, those of `columns` that there are, and its split; labels by their names."
     for split, table in zip(("train", "validation"), splits):
         there, number = table.column_names, 0
         if "text" not in there: raise InputError(f"lex_glue/{name} has no column 'text', only: {one_line(', '.join(there), 200)}")
         names = getattr(getattr(table.features.get("labels"), "feature", None), "names", None)
         for batch in table.select_columns([c for c in columns if c in there]).iter(1000):
-            if names and "labels" in batch: batch["labels"] = [[names[i] for i in labels] for labels in batch["labels"]]
-            for values in zip(*batch.values()): yield f"lex_glue/{name} {split} row {(number := number + 1)}", {**dict(zip(batch, values)), "split": split}
+            if names and "labels" in batch:
+                batch["labels"] = [[names[i] for i in labels] for labels in batch["labels"]]
+            for values in zip(*batch.values()):
+                yield f"lex_glue/{name} {split} row {(number := number + 1)}", {**dict(zip(batch, values)), "split": split}
 
 def _lex_glue(name: str, splits: list) -> Iterator[tuple[int, bytes]]:
     "Position and text of each row: the data set is already split."
-    return ((at, _row_text(row["text"], where)) for where, row in _lex_glue_rows(name, splits) if (at := SPLIT_NAMES[row["split"]]) is not None)
+    return ((at, _row_text(row["text"], where)) for where, row in _lex_glue_rows(name, splits)
+            if (at := SPLIT_NAMES[row["split"]]) is not None)
 
 # %% ../../nbs/training/00_data.ipynb #7d5fafd5
 LEX_GLUE = ("lex_glue/eurlex", "lex_glue/ecthr_a")
@@ -410,7 +426,8 @@ def _train_bpe(slices: Iterable[str], size: int):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=2, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=size, min_frequency=2, initial_alphabet=alphabet,
+                                  show_progress=False)
     tokenizer.train_from_iterator(slices, trainer)
     return tokenizer
 
@@ -437,7 +454,9 @@ def _prepare_bpe(
     tokenizer = _train_bpe(_slices(tokens["train"]), size)
     facts["vocab_size"] = tokenizer.get_vocab_size()
     with _staging(folder.parent) as fresh:
-        for split in SPLITS: facts[f"{split}_tokens"] = _encode(tokenizer, _slices(tokens[split]), fresh / f"{split}.bin")
+        for split in SPLITS:
+            facts[f"{split}_tokens"] = _encode(tokenizer, _slices(tokens[split]),
+                                               fresh / f"{split}.bin")
         tokenizer.save(str(fresh / "tokenizer.json"))
         (fresh / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n")
         _publish(fresh, name)
@@ -454,7 +473,8 @@ def _open_folder(
         tokens = {s: np.memmap(folder / f"{s}.bin", dtype=dtype, mode="r") for s in SPLITS}
         whole = all(len(tokens[s]) == facts[f"{s}_tokens"] for s in SPLITS)
     except (OSError, ValueError, KeyError): whole = False
-    if not whole: raise InputError(f"the prepared corpus in {str(folder)!r} is damaged; delete that folder and start again")
+    if not whole:
+        raise InputError(f"the prepared corpus in {str(folder)!r} is damaged; delete that folder and start again")
     return facts, tokens
 
 # %% ../../nbs/training/00_data.ipynb #d87f6366
@@ -472,10 +492,12 @@ class Corpus:
     def facts(self) -> dict:
         "What a run records about its data, as plain values."
         python = dict(python=platform.python_version()) if self.name == "stdlib" else {}
-        return dict(name=self.name, tokenizer=self.tokenizer, vocab_size=self.vocab_size, hash=self.hash,
+        return dict(name=self.name, tokenizer=self.tokenizer, vocab_size=self.vocab_size,
+                    hash=self.hash,
                     train_tokens=len(self.train), val_tokens=len(self.val), **python)
 
-    def batch(self, batch_size: int, block_size: int, seed: int, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
+    def batch(self, batch_size: int, block_size: int, seed: int, step: int,
+              micro_step: int = 0) -> tuple[Tensor, Tensor]:
         "`get_batch` of the train split."
         return get_batch(self.train, batch_size, block_size, seed, step, micro_step)
 
@@ -500,14 +522,16 @@ def load_corpus(
     _bpe_size(tokenizer)  # a misspelt one is found before anything is read
     return _prepared(data, *_source(data), tokenizer, cache)
 
-def _prepared(data: str, documents: Documents, boundary: int | None, tokenizer: str, cache: str | Path | None) -> Corpus:
+def _prepared(data: str, documents: Documents, boundary: int | None, tokenizer: str,
+              cache: str | Path | None) -> Corpus:
     "The corpus of these documents in the cache, in tokens."
     size = _bpe_size(tokenizer)
     cache = cache or os.environ.get("ALTGRAD_CACHE") or platformdirs.user_cache_dir("altgrad")
     folder = _prepare(str(data), documents, boundary, Path(cache).expanduser() / "corpora")
     if size: folder = _prepare_bpe(folder, size)
     facts, tokens = _open_folder(folder, np.uint16 if size else np.uint8)
-    return Corpus(data, tokenizer, facts["vocab_size"], facts["hash"], tokens["train"], tokens["val"], folder)
+    return Corpus(data, tokenizer, facts["vocab_size"], facts["hash"], tokens["train"],
+                  tokens["val"], folder)
 
 # %% ../../nbs/training/00_data.ipynb #15b89dc2
 def random_offsets(
@@ -519,12 +543,14 @@ def random_offsets(
 ) -> np.ndarray:  # int64, `count` of them
     "Uniform offsets that are a function of the arguments; raw Philox bits, which no numpy version changes."
     words = np.array([0, 0, micro_step, step], dtype=np.uint64)
-    bits = np.random.Philox(key=np.array([seed % 2**64, 0], dtype=np.uint64), counter=words).random_raw(count)
+    bits = np.random.Philox(key=np.array([seed % 2**64, 0], dtype=np.uint64),
+                            counter=words).random_raw(count)
     return (bits % np.uint64(top)).astype(np.int64)
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
     "Sequences of `block_size` tokens from `starts`, and the same shifted by one: int64, [len(starts), block_size]."
-    both = torch.from_numpy(np.asarray(tokens)[starts[:, None] + np.arange(block_size + 1)].astype(np.int64))
+    both = torch.from_numpy(np.asarray(tokens)[starts[:, None]
+                                               + np.arange(block_size + 1)].astype(np.int64))
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 # %% ../../nbs/training/00_data.ipynb #52495118
@@ -538,7 +564,8 @@ def get_batch(
 ) -> tuple[Tensor, Tensor]:  # x and y, int64 on the CPU, [batch_size, block_size]; y is x shifted by one
     "The batch of this step: the same whatever was drawn before; InputError if the text is too short."
     top = len(tokens) - block_size
-    if top < 1: raise InputError(f"{len(tokens)} tokens are too short a text; allowed: at least {block_size + 1} for block_size {block_size}")
+    if top < 1:
+        raise InputError(f"{len(tokens)} tokens are too short a text; allowed: at least {block_size + 1} for block_size {block_size}")
     return _windows(tokens, random_offsets(batch_size, top, seed, step, micro_step), block_size)
 
 # %% ../../nbs/training/00_data.ipynb #bab77f8f
@@ -550,30 +577,37 @@ def validation_windows(
     "That many evenly spread windows that do not overlap; fewer where the text is too short for so many."
     if windows < 1: raise InputError(f"cannot validate on {windows} windows; allowed: 1 or more")
     number = min(windows, (len(tokens) - 1) // block_size)
-    if number < 1: raise InputError(f"{len(tokens)} tokens are too short a text; allowed: at least {block_size + 1} for block_size {block_size}")
+    if number < 1:
+        raise InputError(f"{len(tokens)} tokens are too short a text; allowed: at least {block_size + 1} for block_size {block_size}")
     last = len(tokens) - block_size - 1
-    return _windows(tokens, np.arange(number, dtype=np.int64) * last // max(number - 1, 1), block_size)
+    return _windows(tokens, np.arange(number, dtype=np.int64) * last // max(number - 1, 1),
+                    block_size)
 
 # %% ../../nbs/training/00_data.ipynb #2521fe33
 LABELLED = ("path:<file or folder of .jsonl or .parquet>", *CORPORA[2:])
 _COLUMNS = ("text", "labels", "data_type", "split")
 
-_TABLES: dict[str, Callable[[Path], Iterator[tuple[str, dict]]]] = {".jsonl": _json_rows, ".parquet": partial(_parquet_rows, columns=_COLUMNS)}
+_TABLES: dict[str, Callable[[Path], Iterator[tuple[str, dict]]]] = {".jsonl": _json_rows,
+                                                                    ".parquet": partial(_parquet_rows, columns=_COLUMNS)}
 
 def _rows(data: str) -> Callable[[], Iterator[tuple[str, dict]]]:
     "Yields the rows that `data` names anew for every pass, each with its place; InputError for what is not in the grammar."
     kind, _, rest = str(data).partition(":")
     if kind == "path" and rest:
-        tables = [(read, path) for _, path in _files(_expanded(rest)) if (read := _TABLES.get(path.suffix.lower()))]
-        if not tables: raise InputError(f"{rest!r} holds no documents with labels; allowed: .jsonl or .parquet with columns 'text' and 'labels'")
+        tables = [(read, path) for _, path in _files(_expanded(rest))
+                  if (read := _TABLES.get(path.suffix.lower()))]
+        if not tables:
+            raise InputError(f"{rest!r} holds no documents with labels; allowed: .jsonl or .parquet with columns 'text' and 'labels'")
         return lambda: (row for read, path in tables for row in read(path))
     name, at, folder = str(data).partition("@")
-    if name not in LEX_GLUE or (at and not folder): raise unknown("corpus with labels", data, LABELLED)
+    if name not in LEX_GLUE or (at and not folder):
+        raise unknown("corpus with labels", data, LABELLED)
     name = name.removeprefix("lex_glue/")
     return partial(_lex_glue_rows, name, _load_splits(name, os.path.expanduser(folder)), _COLUMNS)
 
 # %% ../../nbs/training/00_data.ipynb #5760ac50
-def _labelled(rows: Callable[[], Iterator[tuple[str, dict]]]) -> Iterator[tuple[int, bytes, set[str]]]:
+def _labelled(rows: Callable[[], Iterator[tuple[str, dict]]]) -> Iterator[tuple[int, bytes,
+                                                                                set[str]]]:
     "Each document's position, text and labels; InputError that names the row which has none."
     for where, row in rows():
         text, labels, split = _row_text(row.get("text"), where), row.get("labels"), row.get("data_type") or row.get("split")
@@ -592,13 +626,15 @@ class LabelledCorpus(Corpus):
     targets: dict[str, Tensor] = field(repr=False)  # of a split's documents: float32 [documents, labels], 1 where a document has the label
     bounds: dict[str, np.ndarray] = field(repr=False)  # of a split's documents in its tokens: int64 [documents, 2], first and one past the last
 
-    def batch(self, batch_size: int, block_size: int, seed: int, step: int, micro_step: int = 0) -> tuple[Tensor, Tensor]:
+    def batch(self, batch_size: int, block_size: int, seed: int, step: int,
+              micro_step: int = 0) -> tuple[Tensor, Tensor]:
         "Documents drawn for this step: tokens int64 [batch_size, block_size] and targets float32 [batch_size, labels]."
         return self._take("train", random_offsets(batch_size, len(self.bounds["train"]), seed, step, micro_step), block_size)
 
     def validation(self, block_size: int, windows: int) -> tuple[Tensor, Tensor]:
         "That many documents, evenly spread over the validation split; all of them where there are not so many."
-        if windows < 1: raise InputError(f"cannot validate on {windows} documents; allowed: 1 or more")
+        if windows < 1:
+            raise InputError(f"cannot validate on {windows} documents; allowed: 1 or more")
         number = len(self.bounds["val"])
         return self._take("val", np.arange(min(windows, number), dtype=np.int64) * number // min(windows, number), block_size)
 
@@ -614,7 +650,8 @@ class LabelledCorpus(Corpus):
 
     def facts(self) -> dict:
         "What a run records about its data, as plain values."
-        return {**super().facts(), "labels": list(self.labels), "documents": {split: len(bounds) for split, bounds in self.bounds.items()}}
+        return {**super().facts(), "labels": list(self.labels),
+                "documents": {split: len(bounds) for split, bounds in self.bounds.items()}}
 
 # %% ../../nbs/training/00_data.ipynb #db60d4e8
 MOST_LABELS = 100  # of a task: the most frequent of the train split, as in LexGLUE's eurlex (Chalkidis et al. 2022)
@@ -628,20 +665,26 @@ def load_labelled(
     _bpe_size(tokenizer)
     rows = _rows(data)
     known = [(position, labels) for position, _, labels in _labelled(rows)]
-    boundary = _boundary(lambda: ((position, b"text") for position, _ in known), data)  # none of them is empty
-    if not boundary: raise InputError(f"corpus {data!r} has no two documents that differ in their split; allowed: some to train on and some to validate on")
-    corpus = _prepared(data, lambda: ((position, text) for position, text, _ in _labelled(rows)), boundary, tokenizer, cache)
+    boundary = _boundary(lambda: ((position, b"text") for position, _ in known),
+                         data)  # none of them is empty
+    if not boundary:
+        raise InputError(f"corpus {data!r} has no two documents that differ in their split; allowed: some to train on and some to validate on")
+    corpus = _prepared(data, lambda: ((position, text) for position, text, _ in _labelled(rows)),
+                       boundary, tokenizer, cache)
     found = {split: [labels for position, labels in known if (position < boundary) == (split == "val")] for split in SPLITS}
     count = Counter(label for labels in found["train"] for label in labels)
     chosen = sorted(count, key=lambda label: (-count[label], label))[:MOST_LABELS]
     if not chosen: raise InputError(f"corpus {data!r}: no document of the train split has a label")
     targets = {split: torch.tensor([[float(label in labels) for label in chosen] for labels in sets]) for split, sets in found.items()}
-    digest = hashlib.sha256(json.dumps([corpus.hash, chosen, [t.tolist() for t in targets.values()]]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([corpus.hash, chosen,
+                                        [t.tolist()
+                                         for t in targets.values()]]).encode()).hexdigest()
     pad = _nul(corpus)
     assert pad is not None  # the alphabet of a byte-level vocabulary has all bytes
     bounds = {split: _bounds(getattr(corpus, split), pad) for split in SPLITS}
     facts = {f.name: getattr(corpus, f.name) for f in fields(corpus)}
-    return LabelledCorpus(**{**facts, "hash": digest}, pad=pad, labels=tuple(chosen), targets=targets, bounds=bounds)
+    return LabelledCorpus(**{**facts, "hash": digest}, pad=pad, labels=tuple(chosen),
+                          targets=targets, bounds=bounds)
 
 # %% ../../nbs/training/00_data.ipynb #292ee469
 def _nul(corpus: Corpus) -> int | None:
@@ -662,7 +705,8 @@ def unigram_entropy(
     tokens: np.ndarray,  # 1-D integers from 0 to 65535
 ) -> float:  # nats per token
     "Plug-in entropy H(x_t); InputError for no tokens."
-    if len(tokens) < 1: raise InputError("the entropy of no tokens is undefined; allowed: 1 token or more")
+    if len(tokens) < 1:
+        raise InputError("the entropy of no tokens is undefined; allowed: 1 token or more")
     count = np.bincount(tokens)
     p = count[count > 0] / len(tokens)
     return abs(float((p * np.log(p)).sum()))
@@ -671,7 +715,8 @@ def bigram_entropy(
     tokens: np.ndarray,  # 1-D integers from 0 to 65535
 ) -> float:  # nats per token
     "Plug-in conditional entropy H(x_t | x_{t-1}); InputError for fewer than two tokens."
-    if len(tokens) < 2: raise InputError("the bigram entropy needs a pair; allowed: 2 tokens or more")
+    if len(tokens) < 2:
+        raise InputError("the bigram entropy needs a pair; allowed: 2 tokens or more")
     ids = np.asarray(tokens).astype(np.uint32)
     pair, count = np.unique(ids[:-1] << 16 | ids[1:], return_counts=True)
     first = np.bincount(ids[:-1])[pair >> 16]

@@ -26,7 +26,8 @@ from .trainer import Trainer, perplexity
 def packaged_configs() -> dict[str, TrainConfig]:
     "The configs that come with the package, by name: `bf16_baseline` and `<format>_fp8`."
     baseline = TrainConfig(name="bf16_baseline", format="bfloat16")
-    return {"bf16_baseline": baseline} | {f"{n.lower()}_fp8": replace(baseline, name=f"{n.lower()}_fp8", format=n) for n in EIGHT_BIT}
+    names = {f"{fmt.lower()}_fp8": fmt for fmt in EIGHT_BIT}
+    return {"bf16_baseline": baseline} | {name: replace(baseline, name=name, format=fmt) for name, fmt in names.items()}
 
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de02
 _OWN = re.compile(r"(.+?):(\w+=.*)", re.DOTALL)  # CONFIG:KEY=VALUE,... and not the colon of a path
@@ -37,8 +38,11 @@ def _own_settings(text: str) -> dict[str, str]:
     for piece in text.split(","):
         key, equals, value = piece.partition("=")
         key = key.strip()
-        if not key or not equals: raise InputError(f"{piece[:80]!r} is not KEY=VALUE (after a config stand KEY=VALUE,KEY=VALUE)")
-        if key == "rules": raise InputError("rules cannot stand after a config, because they hold commas: write them in a YAML file, or with --set for all")
+        if not key or not equals:
+            raise InputError(f"{piece[:80]!r} is not KEY=VALUE (after a config stand KEY=VALUE,KEY=VALUE)")
+        if key == "rules":
+            raise InputError("rules cannot stand after a config, because they hold commas: "
+                             "write them in a YAML file, or with --set for all")
         if key in settings: raise InputError(f"{key} stands twice after one config")
         settings[key] = value.strip()
     return settings
@@ -46,7 +50,8 @@ def _own_settings(text: str) -> dict[str, str]:
 def _own_name(base: str, settings: dict[str, str]) -> str:
     "The name of a config with settings of its own; a storage or a rule needs no key to be understood."
     if "name" in settings: return settings["name"]
-    parts = [value if key in ("storage", "rule") else f"{key}_{value}" for key, value in settings.items()]
+    parts = [value if key in ("storage", "rule") else f"{key}_{value}"
+             for key, value in settings.items()]
     return "_".join([base, *(re.sub(r"[^\w.+-]+", "_", part) for part in parts)])
 
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de03
@@ -61,11 +66,13 @@ def find_config(
         settings, base = _own_settings(own[2]), find_config(own[1])
         named = {"name": _own_name(changes.get("name", base.name), settings)}
         return make_config({**changes, **settings, **named}, base)
-    if Path(spec).suffix in (".yaml", ".yml") or Path(spec).is_file(): return make_config(changes, load_config(spec))
+    if Path(spec).suffix in (".yaml", ".yml") or Path(spec).is_file():
+        return make_config(changes, load_config(spec))
     raise unknown("config (neither a .yaml file nor packaged)", spec, packaged)
 
 # %% ../../nbs/training/05_experiment.ipynb #1297274b
-_MAY_DIFFER = {"name", "format", "storage", "rule", "rule_lr", "power", "placement", "damping", "floor_octaves", "activation", "gradient",
+_MAY_DIFFER = {"name", "format", "storage", "rule", "rule_lr", "power", "placement", "damping",
+               "floor_octaves", "activation", "gradient",
                "weight_gradient", "head", "rules"}
 
 def _check_names(configs: list[TrainConfig]) -> None:
@@ -77,13 +84,15 @@ def _check_names(configs: list[TrainConfig]) -> None:
 def check_arms(configs: list[TrainConfig]) -> None:
     "InputError unless the configs have different names and agree in everything but format, storage and update rule."
     if not configs: raise InputError("nothing to compare: give at least one config")
-    if any(c.task for c in configs): raise InputError("only runs that predict the next token are compared: task must be null (`altgrad train` has others)")
+    if any(c.task for c in configs):
+        raise InputError("only runs that predict the next token are compared: task must be null (`altgrad train` has others)")
     _check_names(configs)
     first = asdict(configs[0])
     for c in configs[1:]:
         for key, value in asdict(c).items():
             if key not in _MAY_DIFFER and value != first[key]:
-                raise InputError(f"arms must agree in {key}: {configs[0].name} has {first[key]!r}, {c.name} has {value!r} (--set {key}=... sets it for all)")
+                raise InputError(f"arms must agree in {key}: {configs[0].name} has {first[key]!r}, "
+                                 f"{c.name} has {value!r} (--set {key}=... sets it for all)")
 
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de06
 MAX_SEEDS = 100
@@ -93,7 +102,8 @@ def with_seeds(
     seeds: int,  # how many, from each config's own on
 ) -> list[list[TrainConfig]]:  # the arms for each seed; those of further seeds are named `<name>_seed<seed>`
     "Every arm with every seed; InputError for a number of seeds that cannot be."
-    if not 1 <= seeds <= MAX_SEEDS: raise InputError(f"seeds must be at least 1 and at most {MAX_SEEDS}, not {seeds}")
+    if not 1 <= seeds <= MAX_SEEDS:
+        raise InputError(f"seeds must be at least 1 and at most {MAX_SEEDS}, not {seeds}")
     return [configs] + [[replace(c, seed=c.seed + k, name=f"{c.name}_seed{c.seed + k}") for c in configs] for k in range(1, seeds)]
 
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de09
@@ -106,11 +116,14 @@ def paired_gap(
     "The mean difference of two arms over the same seeds, and its 95 % t interval."
     from scipy.stats import t as student_t
 
-    differences = [a - b for a, b in zip(losses, base, strict=True) if a is not None and b is not None]
+    differences = [a - b for a, b in zip(losses, base, strict=True) if a is not None
+                   and b is not None]
     if len(differences) < max(2, len(losses)): return dict(_NO_GAP)
-    mean, spread = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+    mean = statistics.fmean(differences)
+    spread = statistics.stdev(differences) / math.sqrt(len(differences))
     half = float(student_t.ppf(0.975, len(differences) - 1)) * spread
-    return {"gap_nats": mean, "gap_low": mean - half, "gap_high": mean + half, "within_noise": mean - half <= 0 <= mean + half}
+    return {"gap_nats": mean, "gap_low": mean - half, "gap_high": mean + half,
+            "within_noise": mean - half <= 0 <= mean + half}
 
 # %% ../../nbs/training/05_experiment.ipynb #5f392076
 @dataclass(frozen=True)
@@ -124,10 +137,12 @@ class Comparison:
     @property
     def baseline(self) -> dict[str, Any]:
         "The first bfloat16 arm, or the first arm if there is none."
-        return next((arm for arm in self.arms if arm["config"]["format"] == "bfloat16"), self.arms[0])
+        return next((arm for arm in self.arms if arm["config"]["format"] == "bfloat16"),
+                    self.arms[0])
 
     @property
-    def seeds(self) -> list[int]: return [arms[0]["config"]["seed"] for arms in (self.arms, *self.further)]
+    def seeds(self) -> list[int]:
+        return [arms[0]["config"]["seed"] for arms in (self.arms, *self.further)]
 
     def runs(self, arm: dict[str, Any]) -> list[dict[str, Any]]:
         "The runs of an arm, one a seed."
@@ -168,10 +183,13 @@ def _row(result: Comparison, arm: dict[str, Any]) -> dict[str, Any]:
     losses, base = _results(runs, "val_loss"), _results(result.runs(result.baseline), "val_loss")
     loss, is_baseline = _mean(losses), arm is result.baseline
     gap = _NO_GAP if is_baseline else paired_gap(losses, base)
-    return {"name": arm["config"]["name"], "format": arm["config"]["format"] or "none", "val_loss": loss,
-            "val_perplexity": None if loss is None else perplexity(loss), "val_losses": losses, "seeds": result.seeds,
+    return {"name": arm["config"]["name"], "format": arm["config"]["format"] or "none",
+            "val_loss": loss,
+            "val_perplexity": None if loss is None else perplexity(loss), "val_losses": losses,
+            "seeds": result.seeds,
             "is_baseline": is_baseline, **gap,
-            **{key: _mean(_results(runs, key)) for key in ("tokens_per_s", "overflow_rate", "underflow_rate", "bit_stall_rate")},
+            **{key: _mean(_results(runs, key))
+               for key in ("tokens_per_s", "overflow_rate", "underflow_rate", "bit_stall_rate")},
             "exit_reason": _exit_reason(runs)}
 
 # %% ../../nbs/training/05_experiment.ipynb #750264c8
@@ -181,8 +199,10 @@ def read_arm(path: Path | str) -> dict[str, Any]:
     check_log(folder)
     rows = folder.metrics()
     digits = lambda x: None if x is None else round(x, 5)
-    return {"config": folder.stored_config(), "record": folder.record(), "loss": [digits(row["loss"]) for row in rows],
-            "val": [[row["step"], digits(row["val_loss"]), digits(row["val_perplexity"])] for row in rows if "val_loss" in row]}
+    return {"config": folder.stored_config(), "record": folder.record(),
+            "loss": [digits(row["loss"]) for row in rows],
+            "val": [[row["step"], digits(row["val_loss"]), digits(row["val_perplexity"])]
+                    for row in rows if "val_loss" in row]}
 
 # %% ../../nbs/training/05_experiment.ipynb #e4db3622
 def compare(

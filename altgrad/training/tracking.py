@@ -36,14 +36,17 @@ from altgrad.basics import (
 from .checkpoint import Checkpoints
 
 # %% ../../nbs/training/02_tracking.ipynb #e792fdad
+def _not_finite(value: Any) -> bool: return isinstance(value, float) and not math.isfinite(value)
+
 def json_line(
     row: dict[str, Any],  # metric name to value
 ) -> str:  # one line of strict JSON, without the newline
     "A row as JSON; values that are not finite become null and are listed under `nonfinite`."
-    bad = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    bad = [key for key, value in row.items() if _not_finite(value)]
     row = {key: None if key in bad else value for key, value in row.items()}
     if bad: row["nonfinite"] = bad
-    if "events" in row: row["events"] = [{k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in e.items()} for e in row["events"]]
+    if "events" in row:
+        row["events"] = [{k: str(v) if _not_finite(v) else v for k, v in e.items()} for e in row["events"]]
     return json.dumps(row, allow_nan=False)
 
 # %% ../../nbs/training/02_tracking.ipynb #b762cd60
@@ -61,36 +64,44 @@ def versions() -> dict[str, str | None]:
 def _cpu_name() -> str:
     try: lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError: return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+                platform.machine())
 
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
-    "What computed: operating system, processor, the instructions that torch uses of it, cores, threads used by torch, and the GPU if there was one."
+    "What computed: operating system, processor and its instructions that torch uses, cores, torch's threads, the GPU."
     facts = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu_name(),
-             "capability": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+             "capability": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count(),
+             "threads": torch.get_num_threads()}
     if torch.device(device).type == "cuda": facts["gpu"] = torch.cuda.get_device_name(device)
     return facts
 
 # %% ../../nbs/training/02_tracking.ipynb #cea145f0
 def git_commit() -> str | None:
     "The commit of the checkout that altgrad runs from, with '+' for uncommitted changes; None outside a checkout."
-    def git(*args): return subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True)
+    def git(*args):
+        return subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True,
+                              text=True)
     try:
         head = git("rev-parse", "HEAD")
         if head.returncode or git("ls-files", "--error-unmatch", __file__).returncode: return None
         return head.stdout.strip() + ("+" if git("status", "--porcelain").stdout.strip() else "")
     except OSError: return None
 
-CODE = ("altgrad", ".ci", "tests", "nbs/studies/experiments", "nbs/studies/benchmarks")  # what a measurement depends on; results are not
+CODE = ("altgrad", ".ci", "tests", "nbs/studies/experiments",
+        "nbs/studies/benchmarks")  # what a measurement depends on; results are not
 
 def code_commit() -> str | None:
-    "The commit, as `git_commit`, but with '+' only where the code differs from it: a script that stores result after result changes the results."
+    "The commit, as `git_commit`, but with '+' only where the code differs from it, and not the stored results."
     commit, root = git_commit(), Path(__file__).resolve().parents[2]
     if commit is None: return None
-    changed = subprocess.run(["git", "-C", str(root), "status", "--porcelain", "--", *CODE], capture_output=True, text=True).stdout.strip()
-    return commit.rstrip("+") + "+" * bool(changed)
+    changed = subprocess.run(["git", "-C", str(root), "status", "--porcelain", "--", *CODE],
+                             capture_output=True, text=True).stdout.strip()
+    commit = commit.rstrip("+")
+    return f"{commit}+" if changed else commit
 
 # %% ../../nbs/training/02_tracking.ipynb #115104a8
-_RESULTS = ("val_loss", "skipped_updates", "tokens_per_s", "wall_clock_s", "overflow_rate", "underflow_rate", "bit_stall_rate")
+_RESULTS = ("val_loss", "skipped_updates", "tokens_per_s", "wall_clock_s", "overflow_rate",
+            "underflow_rate", "bit_stall_rate")
 
 def _read_record(path: Path) -> dict[str, Any]:
     "The content of a run.json; InputError in one line if it is damaged."
@@ -101,7 +112,8 @@ def _read_record(path: Path) -> dict[str, Any]:
                       "metrics_sha256": str}.items():
         if key in record and type(record[key]) is not kind: raise InputError(f"{path} is damaged: {key} is not a {kind.__name__}; remove it, or the folder")
     results = record.get("results", {})
-    if any(results.get(key) is not None and not is_number(results[key]) for key in _RESULTS): raise InputError(f"{path} is damaged: results hold no numbers")
+    if any(results.get(key) is not None and not is_number(results[key]) for key in _RESULTS):
+        raise InputError(f"{path} is damaged: results hold no numbers")
     return record
 
 # %% ../../nbs/training/02_tracking.ipynb #4f2e0c62
@@ -110,7 +122,8 @@ class StoredRun:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self.config_file, self.record_file = self.path / "config.yaml", self.path / "run.json"
-        self.metrics_file, self.lock_file, self.series_folder = self.path / "metrics.jsonl", self.path / "lock", self.path / "series"
+        self.metrics_file, self.lock_file = self.path / "metrics.jsonl", self.path / "lock"
+        self.series_folder = self.path / "series"
         self.checkpoints = Checkpoints(self.path / "checkpoints")
         self._files = self.config_file, self.record_file, self.metrics_file, self.lock_file
 
@@ -119,9 +132,11 @@ class StoredRun:
         if self.config_file.is_file():
             try: config = read_yaml(self.config_file)
             except InputError as e: raise InputError(f"{e}; remove it, or the folder") from None
-            if not isinstance(config, dict): raise InputError(f"{self.config_file} is damaged; choose another --out or name, or remove that folder")
+            if not isinstance(config, dict):
+                raise InputError(f"{self.config_file} is damaged; choose another --out or name, or remove that folder")
             return config
-        if self.path.is_dir() and not all(p.name == "lock" or p.name.startswith(".config.yaml.") for p in self.path.iterdir()):
+        if self.path.is_dir() and not all(p.name == "lock" or p.name.startswith(".config.yaml.")
+                                          for p in self.path.iterdir()):
             raise InputError(f"{self.path} exists and is not a run folder; choose another --out or name")
         return None
 
@@ -145,16 +160,19 @@ def check_place(
     path: Path,
     hint: str = "choose another --out or name",
 ) -> None:
-    "InputError unless a folder can be made at `path`; tries it in the nearest folder above that exists, and leaves nothing there."
+    "InputError unless a folder can be made at `path`; tries it in the nearest folder that exists, and leaves nothing."
     try:
         place = next(p for p in (path, *path.absolute().parents) if p.exists() or p.is_symlink())
         if not place.exists(): raise OSError(0, "it is a link to nothing")
         new = path.absolute().relative_to(place.absolute()).parts
-        if max((len(os.fsencode(part)) for part in new), default=0) > os.pathconf(place, "PC_NAME_MAX"): raise OSError(0, "name too long")
+        if max((len(os.fsencode(part)) for part in new), default=0) > os.pathconf(place, "PC_NAME_MAX"):
+            raise OSError(0, "name too long")
         with tempfile.TemporaryFile(dir=place): pass
-    except OSError as e: raise InputError(f"cannot write to {_shorten(path)}: {e.strerror}; {hint}") from None
+    except OSError as e:
+        raise InputError(f"cannot write to {_shorten(path)}: {e.strerror}; {hint}") from None
 
-def _shorten(path: Path) -> str: return str(path) if len(str(path)) < 120 else f"{str(path)[:100]}..."
+def _shorten(path: Path) -> str:
+    return str(path) if len(str(path)) < 120 else f"{str(path)[:100]}..."
 
 # %% ../../nbs/training/02_tracking.ipynb #023253eb
 def state_of(run: StoredRun) -> str:
@@ -171,7 +189,8 @@ def heights(
 ) -> list[float]:  # one a part
     "Means of that many parts of the values, from 0 for the smallest to 1 for the largest."
     n = min(parts, len(values))
-    means = [sum(part) / len(part) for i in range(n) if (part := values[len(values) * i // n : len(values) * (i + 1) // n])]
+    means = [sum(part) / len(part) for i in range(n)
+             if (part := values[len(values) * i // n : len(values) * (i + 1) // n])]
     low, span = min(means, default=0.0), (max(means, default=0.0) - min(means, default=0.0)) or 1.0
     return [(m - low) / span for m in means]
 
@@ -183,12 +202,18 @@ def _html(run: StoredRun) -> str:
     except InputError as e: return html_card(run.path.name, {"no run": e})
     kinds = [str(event.get("kind")) for row in rows for event in row.get("events", ())]
     validation = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
-    facts = {key: config[key] for key in ("format", "storage", "rule", "model") if config.get(key) is not None}
-    facts |= {"state": ending, "steps": f"{len(rows):,} of {config.get('max_steps', '-')}", "loss": _number(rows[-1].get("loss") if rows else None),
-              "validation loss": f"{_number(validation[-1])}, best {_number(min(validation))}" if validation else "-",
-              "events": ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "none"}
-    bars = [0.04 + 0.96 * h for h in heights([row["loss"] for row in rows if row.get("loss") is not None])]
-    return html_card(config.get("name", run.path.name), facts, svg_bars(bars, COLORS.get(str(config.get("format")), "currentColor")))
+    facts = {key: config[key] for key in ("format", "storage", "rule", "model")
+             if config.get(key) is not None}
+    facts |= {"state": ending, "steps": f"{len(rows):,} of {config.get('max_steps', '-')}",
+              "loss": _number(rows[-1].get("loss") if rows else None),
+              "validation loss": f"{_number(validation[-1])}, best {_number(min(validation))}"
+              if validation else "-",
+              "events": ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+              or "none"}
+    bars = [0.04 + 0.96 * h
+            for h in heights([row["loss"] for row in rows if row.get("loss") is not None])]
+    return html_card(config.get("name", run.path.name), facts,
+                     svg_bars(bars, COLORS.get(str(config.get("format")), "currentColor")))
 
 # %% ../../nbs/training/02_tracking.ipynb #d19a8268
 def _try_lock(file: Any, exclusive: bool = True) -> bool:
@@ -209,9 +234,9 @@ def _wait_for_lock(file: Any, seconds: float = 0.5) -> bool:
 def _in_use(path: Path) -> InputError:
     return InputError(f"{path} is in use: another process writes to this run; wait for it, or choose another --out or name")
 
-# %% ../../nbs/training/02_tracking.ipynb #6f8cd6e5
-class _Locked(StoredRun):
-    "A run's folder that one process can have for itself."
+# %% ../../nbs/training/02_tracking.ipynb #174e665f
+class RunFolder(StoredRun):
+    "One run on disk, to be written; that is one process's business."
     @contextmanager
     def lock(self) -> Iterator[None]:
         "Makes the folder and keeps other processes out of it; InputError where one is in it."
@@ -223,11 +248,8 @@ class _Locked(StoredRun):
             remove_leftovers(self.path)
             yield
 
-# %% ../../nbs/training/02_tracking.ipynb #174e665f
-class RunFolder(_Locked):
-    "One run on disk, to be written; that is one process's business."
     def check(self, config: dict) -> bool:
-        "Whether this very run is here already; InputError if another one is (naming the first difference), if it is in use, or if none can be."
+        "Whether this very run is here already; InputError if another one is, if it is in use, or if none can be."
         return _is_here(self, config)
 
     def create(self, config_text: str) -> None:
@@ -249,7 +271,8 @@ class RunFolder(_Locked):
     ) -> str:
         "The SHA-256 of the first lines of metrics.jsonl."
         data = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
-        return hashlib.sha256(data if steps is None else data[: [0, *_line_ends(self.metrics_file)][steps]]).hexdigest()
+        return hashlib.sha256(data if steps is None
+                              else data[: [0, *_line_ends(self.metrics_file)][steps]]).hexdigest()
 
     def keep_metrics(
         self,
@@ -260,7 +283,8 @@ class RunFolder(_Locked):
             with open(self.metrics_file, "ab") as file:
                 file.truncate([0, *_line_ends(self.metrics_file)][steps])
                 os.fsync(file.fileno())
-        except OSError as e: raise WriteError(f"cannot write {self.metrics_file}: {e.strerror}") from None
+        except OSError as e:
+            raise WriteError(f"cannot write {self.metrics_file}: {e.strerror}") from None
 
 # %% ../../nbs/training/02_tracking.ipynb #c2a0e002
 def check_log(
@@ -275,8 +299,10 @@ def check_log(
 def _is_here(folder: RunFolder, config: dict) -> bool:
     "`RunFolder.check`."
     check_place(folder.path)
-    for path, fits in [(p, p.is_file()) for p in folder._files] + [(p, p.is_dir()) for p in (folder.checkpoints.folder, folder.series_folder)]:
-        if os.path.lexists(path) and not fits: raise InputError(f"{path} is not what a run has there; choose another --out or name, or remove it")
+    for path, fits in [(p, p.is_file()) for p in folder._files] + [(p, p.is_dir())
+                                                                   for p in (folder.checkpoints.folder, folder.series_folder)]:
+        if os.path.lexists(path) and not fits:
+            raise InputError(f"{path} is not what a run has there; choose another --out or name, or remove it")
     if folder.in_use(): raise _in_use(folder.path)
     stored = folder.stored_config()
     if stored is None: return False
@@ -299,7 +325,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"): return
-            if (row := read_line(line)) is None: raise InputError(f"{path} is damaged in line {number}; remove the folder")
+            if (row := read_line(line)) is None:
+                raise InputError(f"{path} is damaged in line {number}; remove the folder")
             yield row
 
 # %% ../../nbs/training/02_tracking.ipynb #2d7b2ad6
@@ -317,19 +344,22 @@ def _line_ends(path: Path) -> list[int]:
 # %% ../../nbs/training/02_tracking.ipynb #98f349e6
 class MetricsLog:
     "Appends rows to a run's metrics.jsonl; WriteError where that is not possible."
-    def __init__(self, folder: RunFolder): self.folder, self.file = folder, open(folder.metrics_file, "ab", buffering=0)
+    def __init__(self, folder: RunFolder):
+        self.folder, self.file = folder, open(folder.metrics_file, "ab", buffering=0)
 
     def append(self, row: dict[str, Any]) -> None:
         "Writes one row; it is in the file when this returns."
         data = memoryview(json_line(row).encode() + b"\n")
         try:
             while data: data = data[self.file.write(data):]
-        except OSError as e: raise WriteError(f"cannot write {self.folder.metrics_file}: {e.strerror}") from None
+        except OSError as e:
+            raise WriteError(f"cannot write {self.folder.metrics_file}: {e.strerror}") from None
 
     def settle(self) -> None:
         "Forces everything so far to the disk: to be called before a checkpoint that relies on it."
         try: os.fsync(self.file.fileno())
-        except OSError as e: raise WriteError(f"cannot write {self.folder.metrics_file}: {e.strerror}") from None
+        except OSError as e:
+            raise WriteError(f"cannot write {self.folder.metrics_file}: {e.strerror}") from None
 
     def __enter__(self) -> "MetricsLog": return self
     def __exit__(self, *_): self.file.close()
@@ -349,7 +379,8 @@ def wandb_settings() -> Any:  # a `wandb.Settings`
     "W&B without output, without facts about the machine, and without a long wait for the network."
     import wandb
 
-    return wandb.Settings(silent=True, console="off", init_timeout=20, x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False)
+    return wandb.Settings(silent=True, console="off", init_timeout=20, x_disable_stats=True,
+                          x_disable_meta=True, disable_git=True, save_code=False)
 
 def _open_wandb(mirror: "Mirror") -> Any:
     "wandb's run: online if it is asked for and possible, else offline."
@@ -357,13 +388,15 @@ def _open_wandb(mirror: "Mirror") -> Any:
 
     os.environ.setdefault("WANDB_HTTP_TIMEOUT", "4")  # seconds for the key's check; twice 10 by itself, and a short run would wait for it at its end
     folder, settings = mirror.folder, wandb_settings()
-    facts = dict(project="altgrad", id=_id_of(folder), name=folder.path.name, group=folder.path.absolute().parent.name, dir=folder.path, resume="allow",
+    facts = dict(project="altgrad", id=_id_of(folder), name=folder.path.name,
+                 group=folder.path.absolute().parent.name, dir=folder.path, resume="allow",
                  config=folder.stored_config(), settings=settings)
     try:
         if mirror.mode == "online":
             if not wandb.login(prompt=False): raise InputError("there is no key")
             return wandb.init(mode="online", **facts)
-    except Exception as e: mirror.say(f"{first_line(e)}; going on offline, `wandb sync` sends it later")
+    except Exception as e:
+        mirror.say(f"{first_line(e)}; going on offline, `wandb sync` sends it later")
     return wandb.init(mode="offline", **facts)
 
 def first_line(e: BaseException) -> str:
@@ -373,16 +406,18 @@ def first_line(e: BaseException) -> str:
 # %% ../../nbs/training/02_tracking.ipynb #b064f194
 def _mirror_row(run: Any, row: dict[str, Any]) -> None:
     "Logs a row's numbers under its step (NaN and infinities too), and its events as alerts."
-    run.log({key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}, step=row["step"])
+    numbers = {key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
+    run.log(numbers, step=row["step"])
     for event in row.get("events", ()):
-        where = " ".join(str(event[key]) for key in ("kind", "layer", "metric") if event.get(key))[:63]  # W&B takes less than 64
+        where = " ".join(str(event[key]) for key in ("kind", "layer", "metric")
+                         if event.get(key))[:63]  # W&B takes less than 64
         parts = [event[key] for key in ("metric", "value", "text") if event.get(key) is not None]
         said = ", ".join(f"{part:.4g}" if isinstance(part, float) else str(part) for part in parts)
         run.alert(title=where, text=f"step {row['step']}: {said}", level="WARN")
 
 # %% ../../nbs/training/02_tracking.ipynb #68bad738
 class Mirror:
-    "Copies a run's rows to wandb from a thread of its own; never raises, never waits for more than `patience` seconds, and says once what went wrong."
+    "Copies a run's rows to wandb from its own thread; never raises, waits at most `patience` s, says once what went wrong."
     def __init__(
         self,
         folder: RunFolder,
@@ -390,8 +425,11 @@ class Mirror:
         patience: float = 30.0,  # seconds at the end of the run
     ):
         if mode not in MIRRORS: raise unknown("wandb mode", mode, MIRRORS)
-        self.folder, self.mode, self.patience, self.said, self.rows = folder, mode, patience, "", queue.SimpleQueue[Any]()
-        self.thread = threading.Thread(target=self._work, args=(folder.metrics() if mode != "off" else [],), name="wandb", daemon=True)
+        self.folder, self.mode, self.patience, self.said = folder, mode, patience, ""
+        self.rows = queue.SimpleQueue[Any]()
+        self.thread = threading.Thread(target=self._work,
+                                       args=(folder.metrics() if mode != "off" else [],),
+                                       name="wandb", daemon=True)
         if mode != "off": self.thread.start()
 
     def log(self, row: dict[str, Any]) -> None:
@@ -412,15 +450,19 @@ class Mirror:
                 if row["step"] not in there: _mirror_row(run, row)
             while (row := self.rows.get()) is not None: _mirror_row(run, row)
             run.finish()
-        except ImportError: self.say("not installed, so there is no mirror; all metrics are in metrics.jsonl")
-        except BaseException as e: self.say(f"the mirror has stopped ({first_line(e)}); all metrics are in metrics.jsonl")
+        except ImportError:
+            self.say("not installed, so there is no mirror; all metrics are in metrics.jsonl")
+        except BaseException as e:
+            self.say(f"the mirror has stopped ({first_line(e)}); all metrics are in metrics.jsonl")
 
     def __enter__(self) -> "Mirror": return self
 
     def __exit__(self, kind: type | None, *_):
         self.rows.put(None)
-        if self.thread.is_alive(): self.thread.join(self.patience if kind is None else min(5.0, self.patience))
-        if self.thread.is_alive(): self.say(f"not done after {self.patience:g} s; the mirror may lack the last steps, metrics.jsonl has all")
+        if self.thread.is_alive():
+            self.thread.join(self.patience if kind is None else min(5.0, self.patience))
+        if self.thread.is_alive():
+            self.say(f"not done after {self.patience:g} s; the mirror may lack the last steps, metrics.jsonl has all")
 
 # %% ../../nbs/training/02_tracking.ipynb #c19dfe95
 def _wandb_pieces(data: bytes) -> Iterator[bytes]:
@@ -449,11 +491,15 @@ def read_wandb(
     parts = []
     for path in sorted(Path(folder).glob("wandb/*run-2*/*.wandb")):
         part: dict[str, Any] = {"id": "", "name": "", "config": {}, "rows": {}, "alerts": []}
-        for record in map(pb.Record.FromString, _wandb_pieces(path.read_bytes())):  # type: ignore[attr-defined]  # protobuf makes it on import
-            if record.HasField("run"): part |= {"id": record.run.run_id, "name": record.run.display_name,
-                                                "config": {u.key: json.loads(u.value_json) for u in record.run.config.update}}
+        for piece in _wandb_pieces(path.read_bytes()):
+            record = pb.Record.FromString(piece)  # type: ignore[attr-defined]  # protobuf makes it on import
+            if record.HasField("run"):
+                part |= {"id": record.run.run_id, "name": record.run.display_name,
+                         "config": {u.key: json.loads(u.value_json)
+                                    for u in record.run.config.update}}
             if record.HasField("history"): part["rows"][record.history.step.num] = {
                 (i.key or i.nested_key[0]): json.loads(i.value_json) for i in record.history.item}
-            if record.HasField("alert"): part["alerts"].append((record.alert.title, record.alert.text))
+            if record.HasField("alert"):
+                part["alerts"].append((record.alert.title, record.alert.text))
         if part["id"]: parts.append(part)  # else it was killed before it had begun
     return parts

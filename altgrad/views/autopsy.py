@@ -38,9 +38,12 @@ def leaves_range(
     streak = 0
     for i, (_, v) in enumerate(series):
         streak = streak + 1 if v > limit else 0
-        if streak == PATIENCE: return series[i - PATIENCE + 1][0], statistics.median(v for _, v in series[i - PATIENCE + 1 :])
+        if streak == PATIENCE:
+            rest = series[i - PATIENCE + 1 :]
+            return rest[0][0], statistics.median(value for _, value in rest)
     return None
 
+# %% ../../nbs/views/02_autopsy.ipynb #58d18734
 def _series(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     return [(r["step"], r[name]) for r in rows if isinstance(r.get(name), (int, float))]
 
@@ -49,7 +52,8 @@ def out_of_range(
     limits: dict[str, float],  # quantity -> limit
 ) -> list[Finding]:  # in order of steps, and within a step the furthest beyond its limit first
     "What left its range: one finding a quantity and layer; the whole model's rate only where no layer has its own."
-    names = [name for name in dict.fromkeys(n for r in rows for n in r) if parse_metric(name).quantity in limits]
+    names = [name for name in dict.fromkeys(n for r in rows for n in r)
+             if parse_metric(name).quantity in limits]
     layered = {parse_metric(name).quantity for name in names if parse_metric(name).layer}
     found = []
     for name in names:
@@ -66,7 +70,8 @@ WINDOW, LAG = 20, 0.05  # steps, share
 def _medians(losses: dict[int, float]) -> dict[int, float]:
     "Step -> median of the last `WINDOW` losses."
     steps = sorted(losses)
-    return {s: statistics.median(losses[t] for t in steps[i - WINDOW + 1 : i + 1]) for i, s in enumerate(steps) if i >= WINDOW - 1}
+    return {s: statistics.median(losses[t] for t in steps[i - WINDOW + 1 : i + 1])
+            for i, s in enumerate(steps) if i >= WINDOW - 1}
 
 def first_lag(
     losses: dict[int, float],  # step -> loss
@@ -89,12 +94,16 @@ def symptoms(
     found: list[Finding] = []
     for row in rows:
         loss = row.get("loss")
-        if loss is None and not any(f.what == "nonfinite" for f in found): found.append(Finding(row["step"], "nonfinite", "", "the loss is not finite"))
+        if loss is None and not any(f.what == "nonfinite" for f in found):
+            found.append(Finding(row["step"], "nonfinite", "", "the loss is not finite"))
         for a in alarms.check(row["step"], math.nan if loss is None else loss):
             if a.metric != "loss_rise": continue
-            found.append(Finding(row["step"], "divergence", "", f"the loss diverges: it rose by {a.value:.1%} in {alarms.thresholds.patience} steps"))
+            found.append(Finding(row["step"], "divergence", "",
+                                 f"the loss diverges: it rose by {a.value:.1%} in {alarms.thresholds.patience} steps"))
     losses = {row["step"]: loss for row in rows if (loss := row.get("loss")) is not None}
-    if twin and (step := first_lag(losses, twin)): found.append(Finding(step, "lag", "", f"the loss falls more than {LAG:.0%} behind its twin's"))
+    if twin and (step := first_lag(losses, twin)):
+        found.append(Finding(step, "lag", "",
+                             f"the loss falls more than {LAG:.0%} behind its twin's"))
     return sorted(found)
 
 # %% ../../nbs/views/02_autopsy.ipynb #98717c11
@@ -104,36 +113,58 @@ class Remedy(NamedTuple):
     setting: str = ""  # of the config, that says whether the run has it already
     words: tuple[str, ...] = ()  # that the setting then has one of; without any: all but null
 
-LOWER, MARGIN, ANOMALY = Remedy("a lower lr"), Remedy("a scale with more margin"), "checkpoints/anomaly-*.pt has the weights and the last batches"
+# %% ../../nbs/views/02_autopsy.ipynb #54a3dc80
+LOWER = Remedy("a lower lr")
+MARGIN = Remedy("a scale with more margin")
+ANOMALY = "checkpoints/anomaly-*.pt has the weights and the last batches"
 ADVICE: dict[str, tuple[str, tuple[Remedy, ...], str]] = {  # what -> where it acts, what to try, and what else to know
-    "overflow_rate": ("forward precision", (Remedy("a format with more exponent bits", "format", ("E7M0",)), MARGIN, Remedy("a shorter amax history")), ""),
-    "underflow_rate": ("forward precision", (Remedy("a format with more exponent bits or with subnormals"), Remedy("scales for smaller blocks")), ""),
-    "kurtosis": ("forward precision", (Remedy("scales for smaller blocks"), Remedy("a clamp on outliers (residual_clamp)", "residual_clamp")),
+    "overflow_rate": ("forward precision",
+                      (Remedy("a format with more exponent bits", "format", ("E7M0",)), MARGIN, Remedy("a shorter amax history")), ""),
+    "underflow_rate": ("forward precision",
+                       (Remedy("a format with more exponent bits or with subnormals"), Remedy("scales for smaller blocks")), ""),
+    "kurtosis": ("forward precision",
+                 (Remedy("scales for smaller blocks"),
+                  Remedy("a clamp on outliers (residual_clamp)", "residual_clamp")),
                  "a few large values use up the range"),
     "bit_stall_rate": ("optimizer update", (
-        Remedy("stochastic rounding of the stored weights (storage=grid_stochastic)", "storage", ("grid_stochastic",)),
-        Remedy("a step measured in ulps (rule=riemannian_adamw)", "rule", ("riemannian_adamw", "grid_sgd")),
+        Remedy("stochastic rounding of the stored weights (storage=grid_stochastic)", "storage",
+               ("grid_stochastic",)),
+        Remedy("a step measured in ulps (rule=riemannian_adamw)", "rule",
+               ("riemannian_adamw", "grid_sgd")),
         Remedy("FP32 master weights (storage=master)", "storage", ("master", "fp32"))), ""),
     "cosine": ("gradient fidelity", (Remedy("more mantissa bits for activations and gradients"),
                                      Remedy("stochastic rounding of gradients (a word in gradient=)", "gradient", ("stochastic",))), ""),
-    "dead_neurons": ("gradient fidelity", (Remedy("a format with more range for gradients"), Remedy("a scale of their own")),
+    "dead_neurons": ("gradient fidelity",
+                     (Remedy("a format with more range for gradients"),
+                      Remedy("a scale of their own")),
                      "their outputs' gradients round to zero"),
-    "entropy_share": ("forward precision", (LOWER, Remedy("more precision for attn.qkv")), "an attention head looks at one place only"),
-    "stable_rank": ("optimizer update", (LOWER, Remedy("more weight decay")), "a layer loses directions"),
-    "effective_rank": ("optimizer update", (LOWER, Remedy("more weight decay")), "a layer loses directions"),
+    "entropy_share": ("forward precision", (LOWER, Remedy("more precision for attn.qkv")),
+                      "an attention head looks at one place only"),
+    "stable_rank": ("optimizer update", (LOWER, Remedy("more weight decay")),
+                    "a layer loses directions"),
+    "effective_rank": ("optimizer update", (LOWER, Remedy("more weight decay")),
+                       "a layer loses directions"),
     "nonfinite_rate": ("forward precision", (LOWER, MARGIN), ANOMALY),
-    "nonfinite": ("gradient fidelity", (LOWER, Remedy("a longer warm-up"), Remedy("more range for gradients")), ANOMALY),
+    "nonfinite": ("gradient fidelity",
+                  (LOWER, Remedy("a longer warm-up"), Remedy("more range for gradients")), ANOMALY),
     "divergence": ("optimizer update", (LOWER, Remedy("a longer warm-up")), ANOMALY),
-    "lag": ("unknown", (Remedy("monitors (monitor_every=1)", "monitor_every"),), "nothing that was measured explains it"),
+    "lag": ("unknown", (Remedy("monitors (monitor_every=1)", "monitor_every"),),
+            "nothing that was measured explains it"),
 }
 
+# %% ../../nbs/views/02_autopsy.ipynb #0770675e
 def advice(
     what: str,  # a key of `ADVICE`, or another quantity
     config: Mapping[str, Any],  # of the run
 ) -> tuple[str, str]:  # where it acts, and what to try
     "What may help against a finding, without what the run has already."
-    where, remedies, note = ADVICE.get(what, ("unknown", (Remedy("the limit of this quantity and the layer's format"),), ""))
-    has = lambda r: bool(r.setting) and config.get(r.setting) is not None and (not r.words or any(word in str(config[r.setting]).split() for word in r.words))
+    unknown = ("unknown", (Remedy("the limit of this quantity and the layer's format"),), "")
+    where, remedies, note = ADVICE.get(what, unknown)
+
+    def has(r: Remedy) -> bool:
+        value = config.get(r.setting) if r.setting else None
+        return value is not None and (not r.words or any(word in str(value).split() for word in r.words))
+
     left = [r.text for r in remedies if not has(r)]
     named = " or ".join(filter(None, (", ".join(left[:-1]), *left[-1:]))) or "nothing: what usually helps is set"
     return where, f"{named}; {note}" if note else named
@@ -157,24 +188,27 @@ class Autopsy:
     def __str__(self) -> str: return "\n".join(_report(self))
 
 def _events(rows: list[dict[str, Any]], known: set[tuple[str, str]]) -> list[Finding]:
-    "The first event of each kind and layer; what the loss shows by itself is left to `symptoms`, and what is `known` (quantity, layer) is not said twice."
+    "The first event of each kind and layer, without what `symptoms` says and what is `known` (quantity, layer)."
     found: dict[tuple[str, str], Finding] = {}
     for row in rows:
         for e in row.get("events", ()):
             kind, (layer, quantity) = e.get("kind", "event"), parse_metric(e.get("metric", ""))
-            if kind == "divergence" or kind == "nonfinite" and quantity == "loss" or kind == "warning" and (quantity, layer) in known: continue
+            of_loss = kind == "divergence" or kind == "nonfinite" and quantity == "loss"
+            if of_loss or kind == "warning" and (quantity, layer) in known: continue
             what, layer = (quantity, layer) if kind == "warning" else (kind, e.get("layer") or "")
-            text = " ".join(f"{e[k]:.4g}" if isinstance(e[k], float) else str(e[k]) for k in ("metric", "value", "text") if e.get(k) is not None)
+            text = " ".join(f"{e[k]:.4g}" if isinstance(e[k], float) else str(e[k])
+                            for k in ("metric", "value", "text") if e.get(k) is not None)
             found.setdefault((what, layer), Finding(row["step"], what, layer, f"{kind}: {text}"))
     return list(found.values())
 
 def _find_twin(run: StoredRun) -> StoredRun | None:
     "The bfloat16 run beside this one that has its steps and text."
-    config, keys = run.stored_config() or {}, ("max_steps", "data", "tokenizer", "model", "batch_size", "block_size", "seed")
+    config = run.stored_config() or {}
+    keys = ("max_steps", "data", "tokenizer", "model", "batch_size", "block_size", "seed")
     for path in sorted(run.path.absolute().parent.glob("*/config.yaml")):
         other = StoredRun(path.parent).stored_config() or {}
-        if path.parent != run.path.absolute() and other.get("format") in ("bfloat16", None) and all(other.get(k) == config.get(k) for k in keys):
-            return StoredRun(path.parent)
+        alike = other.get("format") in ("bfloat16", None) and all(other.get(k) == config.get(k) for k in keys)
+        if alike and path.parent != run.path.absolute(): return StoredRun(path.parent)
     return None
 
 # %% ../../nbs/views/02_autopsy.ipynb #f5a37899
@@ -192,8 +226,10 @@ def autopsy(
     if twin: check_log(twin)
     losses = {r["step"]: v for r in Tail(twin.metrics_file).read() if (v := r.get("loss")) is not None} if twin else {}
     left = out_of_range(rows, limits_of(config))
-    causes = sorted([*left, *_events(rows, {(f.what, f.layer) for f in left})], key=lambda f: f.step)
-    return Autopsy(run, rows, causes, symptoms(rows, losses), losses, twin.path.name if twin else "")
+    causes = sorted([*left, *_events(rows, {(f.what, f.layer) for f in left})],
+                    key=lambda f: f.step)
+    return Autopsy(run, rows, causes, symptoms(rows, losses), losses,
+                   twin.path.name if twin else "")
 
 # %% ../../nbs/views/02_autopsy.ipynb #41a1208f
 class Lead(Enum):
@@ -247,7 +283,8 @@ def _report(a: Autopsy) -> list[str]:
     "The lines of an autopsy."
     config, record = a.run.stored_config() or {}, a.run.record()
     facts = " ".join(str(config[k]) for k in ("format", "storage", "rule") if config.get(k))
-    name, steps = config.get("name", a.run.path.name), f"{a.rows[-1]['step']} of {config.get('max_steps', '?')} steps"
+    name = config.get("name", a.run.path.name)
+    steps = f"{a.rows[-1]['step']} of {config.get('max_steps', '?')} steps"
     lines = [f"{name} ({facts}): {state_of(a.run)}; {steps}"]
     if a.twin_name: lines.append(f"compared with {a.twin_name}")
     lines += _lost_series(a.run, config)
@@ -255,7 +292,8 @@ def _report(a: Autopsy) -> list[str]:
     kept = [e["file"] for e in a.run.checkpoints.entries() if e["anomaly"]]
     if kept: lines.append(f"kept for the post-mortem: {', '.join(kept)}")
     results = record.get("results") or {}
-    if results.get("val_loss") is not None: lines.append(f"it ended with a validation loss of {results['val_loss']:.4f}")
+    if results.get("val_loss") is not None:
+        lines.append(f"it ended with a validation loss of {results['val_loss']:.4f}")
     if a.first is None: return lines
     where, remedies = advice(a.first.what, config)
     lines.append(f"first: {a.first.what} in {a.first.layer or 'the whole model'}, at step {a.first.step} ({where})")
@@ -269,18 +307,24 @@ def plot_autopsy(
     import matplotlib.pyplot as plt
 
     quantities = list(dict.fromkeys(f.what for f in a.causes if f.what in LIMITS))[:4]
-    fig, axes = plt.subplots(1 + len(quantities), 1, figsize=(8, 2.6 + 1.7 * len(quantities)), sharex=True, layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(1 + len(quantities), 1, figsize=(8, 2.6 + 1.7 * len(quantities)),
+                             sharex=True, layout="constrained", squeeze=False)
     top, *others = axes[:, 0]
     color = COLORS.get((a.run.stored_config() or {}).get("format") or "none", "black")
     if a.twin: top.plot(*zip(*sorted(a.twin.items())), color="0.6", lw=1, label=a.twin_name)
-    top.plot(*zip(*[(r["step"], v) for r in a.rows if (v := r.get("loss")) is not None]), color=color, lw=1, label=a.run.path.name)
+    top.plot(*zip(*[(r["step"], v) for r in a.rows if (v := r.get("loss")) is not None]),
+             color=color, lw=1, label=a.run.path.name)
     for f in a.symptoms: top.axvline(f.step, color="C3", lw=1, label=f"step {f.step}: {f.what}")
-    top.set_ylabel("loss"), top.legend(frameon=False, fontsize=7)
+    top.set_ylabel("loss")
+    top.legend(frameon=False, fontsize=7)
     for ax, quantity in zip(others, quantities):
         for name in dict.fromkeys(n for r in a.rows for n in r):
-            if parse_metric(name).quantity == quantity and (points := _series(a.rows, name)): ax.plot(*zip(*points), lw=0.8, color=color, alpha=0.6)
+            if parse_metric(name).quantity == quantity and (points := _series(a.rows, name)):
+                ax.plot(*zip(*points), lw=0.8, color=color, alpha=0.6)
         begin = min(f.step for f in a.causes if f.what == quantity)
-        ax.axhline(LIMITS[quantity], color="0.4", lw=1, ls="--"), ax.axvline(begin, color="C3", lw=1)
-        ax.set_ylabel(quantity.replace("_", " "), fontsize=8), ax.set_title(f"beyond its limit from step {begin}", fontsize=8, loc="left")
+        ax.axhline(LIMITS[quantity], color="0.4", lw=1, ls="--")
+        ax.axvline(begin, color="C3", lw=1)
+        ax.set_ylabel(quantity.replace("_", " "), fontsize=8)
+        ax.set_title(f"beyond its limit from step {begin}", fontsize=8, loc="left")
     axes[-1, 0].set_xlabel("step")
     return fig

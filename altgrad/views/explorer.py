@@ -27,11 +27,13 @@ from ..geometry.optim import Madam, RiemannianAdamW, StiffnessAdamW
 from ..geometry.spacing import stiffness
 
 # %% ../../nbs/views/04_explorer.ipynb #4d1c79f7
+def _exponential(g: torch.Generator, n: int) -> Tensor: return torch.empty(n).exponential_(generator=g)
+
 DISTRIBUTIONS = {  # each from a generator and a number of elements; the unit is 1
     "normal": lambda g, n: torch.randn(n, generator=g),
     "uniform": lambda g, n: 2 * torch.rand(n, generator=g) - 1,
-    "laplace": lambda g, n: torch.empty(n).exponential_(generator=g) * torch.randn(n, generator=g).sign(),
-    "student t, 2 degrees": lambda g, n: torch.randn(n, generator=g) / torch.empty(n).exponential_(generator=g).sqrt(),
+    "laplace": lambda g, n: _exponential(g, n) * torch.randn(n, generator=g).sign(),
+    "student t, 2 degrees": lambda g, n: torch.randn(n, generator=g) / _exponential(g, n).sqrt(),
     "lognormal": lambda g, n: torch.randn(n, generator=g).mul(1.5).exp() * torch.randn(n, generator=g).sign(),
 }
 
@@ -67,12 +69,14 @@ def format_of_bits(
 
 def formats_to_pick() -> list[str]:
     "The names of all registered formats that the views can show: up to eight bits, with a sign and a zero."
-    return [f.name for f in FORMATS.values() if f.bits <= 8 and f.signed and f.has_zero and not f.twos_complement]
+    return [f.name for f in FORMATS.values() if f.bits <= 8 and f.signed and f.has_zero
+            and not f.twos_complement]
 
 # %% ../../nbs/views/04_explorer.ipynb #ab74e533
 START, BOTTOM = (0.25, 1.5), (1.1, 0.31)  # where the path begins, and the minimum
 _C, _S = math.cos(math.radians(30)), math.sin(math.radians(30))
-HESSIAN = ((_C**2 + 20 * _S**2, 19 * _C * _S), (19 * _C * _S, _S**2 + 20 * _C**2))  # curvature 1 along the valley, 20 across
+HESSIAN = ((_C**2 + 20 * _S**2, 19 * _C * _S),
+           (19 * _C * _S, _S**2 + 20 * _C**2))  # curvature 1 along the valley, 20 across
 
 def valley(
     w: Tensor,  # pairs of weights, [2, ...]
@@ -82,10 +86,13 @@ def valley(
     (a, b), (_, c) = HESSIAN
     return (a * d[0] ** 2 + 2 * b * d[0] * d[1] + c * d[1] ** 2) / 2
 
-RULES = {  # each from a parameter, a format, the RMS of its first step, and the first step of `RiemannianAdamW` and Madam with lr = 1
-    "AdamW": lambda p, fmt, step, ulps, size: StiffnessAdamW([p], fmt, step, weight_decay=0.0, power=0.0),
-    "stiffness S^1/2": lambda p, fmt, step, ulps, size: StiffnessAdamW([p], fmt, step, weight_decay=0.0, power=0.5),
-    "stiffness S^-1": lambda p, fmt, step, ulps, size: StiffnessAdamW([p], fmt, step, weight_decay=0.0, power=-1.0, floor_octaves=16),
+def _stiff(p: nn.Parameter, fmt: FP8Format, step: float, power: float, **more: Any) -> StiffnessAdamW:
+    return StiffnessAdamW([p], fmt, step, weight_decay=0.0, power=power, **more)
+
+RULES = {  # from a parameter, a format, the RMS of its first step, and what `RiemannianAdamW` and Madam move with lr = 1
+    "AdamW": lambda p, fmt, step, ulps, size: _stiff(p, fmt, step, 0.0),
+    "stiffness S^1/2": lambda p, fmt, step, ulps, size: _stiff(p, fmt, step, 0.5),
+    "stiffness S^-1": lambda p, fmt, step, ulps, size: _stiff(p, fmt, step, -1.0, floor_octaves=16),
     "RiemannianAdamW": lambda p, fmt, step, ulps, size: RiemannianAdamW([p], fmt, step / ulps),
     "Madam": lambda p, fmt, step, ulps, size: Madam([p], fmt, step / size, max_ratio=100.0),
 }
@@ -109,11 +116,13 @@ def toy_path(
     top = fmt.max if fmt.max <= 2**16 else 1.0
     at_start, hessian = stiffness(start / scale, fmt) * scale, torch.tensor(HESSIAN)
     p = nn.Parameter(torch.cat([fake_quantize(start, fmt, scale), torch.tensor([top * scale])]))
-    optimizer, path = RULES[rule](p, fmt, step, _rms(at_start), _rms(start)), [p.detach()[:2].clone()]
+    optimizer = RULES[rule](p, fmt, step, _rms(at_start), _rms(start))
+    path = [p.detach()[:2].clone()]
     for i in range(steps):
         p.grad = torch.cat([hessian @ (path[-1] - torch.tensor(BOTTOM)), torch.zeros(1)])
         optimizer.step()
-        p.data = fake_quantize(p.detach(), fmt, scale, rounding=rounding, key=rounding_key(0, i) if rounding == "stochastic" else None)
+        p.data = fake_quantize(p.detach(), fmt, scale, rounding=rounding,
+                               key=rounding_key(0, i) if rounding == "stochastic" else None)
         path.append(p.detach()[:2].clone())
     return torch.stack(path, 1), scale
 
@@ -137,7 +146,8 @@ def see(
     scale = (compute_scale(x.abs().amax(), fmt) * 2.0**setting.shift).item()
     key = rounding_key(0) if setting.rounding == "stochastic" else None
     q, stats = quantize_stats(x, fmt, scale, rounding=setting.rounding, key=key)
-    return Seen(setting, fmt, scale, x, q, stats, *toy_path(fmt, setting.shift, setting.rounding, setting.rule, setting.step))
+    return Seen(setting, fmt, scale, x, q, stats,
+                *toy_path(fmt, setting.shift, setting.rounding, setting.rule, setting.step))
 
 # %% ../../nbs/views/04_explorer.ipynb #f95c9dbf
 LOW, HIGH = -14, 8  # octaves: the magnitudes that the views show
@@ -148,7 +158,8 @@ def _color(fmt: FP8Format) -> str: return COLORS.get(fmt.name, "0.25")
 def _octave_axis(ax, what: str) -> None:
     "A horizontal axis of magnitudes."
     at = range(LOW + 2, HIGH, 4)
-    ax.set(xlim=(LOW, HIGH), xlabel=what), ax.set_xticks(at, [f"$2^{{{k}}}$" for k in at])
+    ax.set(xlim=(LOW, HIGH), xlabel=what)
+    ax.set_xticks(at, [f"$2^{{{k}}}$" for k in at])
 
 def _log2(x: Tensor) -> Tensor:
     "log2 |x|, NaN at 0."
@@ -160,13 +171,15 @@ def _move(line, x: Tensor, y: Tensor) -> None:
     line.set_data(x.numpy(), y.numpy())
 
 # %% ../../nbs/views/04_explorer.ipynb #5bda6a78
-def _octave_axes(ax: Any, x: str, y: str, ticks: range, top: float, bottom: float | None = None) -> None:
+def _octave_axes(ax: Any, x: str, y: str, ticks: range, top: float,
+                 bottom: float | None = None) -> None:
     "Both axes in octaves, with labels and ticks."
     _octave_axis(ax, x)
     ax.set(ylim=(ticks[0] if bottom is None else bottom, top), ylabel=y)
     ax.set_yticks(list(ticks), [f"$2^{{{k}}}$" for k in ticks])
 
-def _one_line(ax: Any, points: Callable[[Seen], tuple[Tensor, Tensor, str]], style: str, **look: Any) -> tuple[Callable[[Seen], None], list]:
+def _one_line(ax: Any, points: Callable[[Seen], tuple[Tensor, Tensor, str]], style: str,
+              **look: Any) -> tuple[Callable[[Seen], None], list]:
     "A view of one line in the format's colour, from a function of its points and the title."
     line, = ax.plot([], [], style, **look)
 
@@ -178,6 +191,7 @@ def _one_line(ax: Any, points: Callable[[Seen], tuple[Tensor, Tensor, str]], sty
 
     return update, [line, ax.title]
 
+# %% ../../nbs/views/04_explorer.ipynb #21e4ba47
 def view_grid(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
@@ -190,10 +204,15 @@ def view_grid(
     marks, = ax.plot([], [], "|", ms=11, mew=0.7)
 
     def update(seen: Seen) -> None:
-        values, color = _log2(seen.fmt.values[: seen.fmt.last_finite + 1] * seen.scale), _color(seen.fmt)
-        share = lambda x: torch.histogram(_log2(x).nan_to_num(nan=LOW - 1.0), edges).hist / x.numel()
-        body.set_data(share(seen.x).numpy()), after.set_data(share(seen.q).numpy()), _move(marks, values, torch.full_like(values, -0.05))
-        after.set_edgecolor(color), marks.set_color(color)
+        values = _log2(seen.fmt.values[: seen.fmt.last_finite + 1] * seen.scale)
+        color = _color(seen.fmt)
+        share = lambda x: torch.histogram(_log2(x).nan_to_num(nan=LOW - 1.0),
+                                          edges).hist / x.numel()
+        body.set_data(share(seen.x).numpy())
+        after.set_data(share(seen.q).numpy())
+        _move(marks, values, torch.full_like(values, -0.05))
+        after.set_edgecolor(color)
+        marks.set_color(color)
         ax.title.set_text(f"{seen.fmt.name}: {seen.fmt.n_values} numbers")
 
     return update, [body, after, marks, ax.title]
@@ -203,7 +222,8 @@ def view_codes(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
     "How often each code is used, from the most negative value to the most positive."
-    ax.set(xlim=(-1, 1), ylim=(0, 1.05), yticks=[], ylabel="uses, over the largest", xlabel="code, by value")
+    ax.set(xlim=(-1, 1), ylim=(0, 1.05), yticks=[], ylabel="uses, over the largest",
+           xlabel="code, by value")
     ax.set_xticks([-1, 0, 1], ["min", "0", "max"])
     bars = ax.stairs([0], [-1, 1], fill=True)
 
@@ -211,7 +231,8 @@ def view_codes(
         counts, n = seen.stats.histogram, seen.fmt.magnitudes
         assert counts is not None  # `see` has counted
         by_value = torch.cat([counts[n:].flip(0), counts[:n]]).double()
-        bars.set_data((by_value / by_value.max()).numpy(), torch.linspace(-1, 1, 2 * n + 1).numpy()), bars.set_color(_color(seen.fmt))
+        bars.set_data((by_value / by_value.max()).numpy(), torch.linspace(-1, 1, 2 * n + 1).numpy())
+        bars.set_color(_color(seen.fmt))
         ax.title.set_text(f"{int((counts > 0).sum())} of {len(counts)} codes, {seen.stats.entropy_bits:.2f} bits")
 
     return update, [bars, ax.title]
@@ -257,31 +278,42 @@ def _dots(fmt: FP8Format, scale: float) -> Tensor:
 def view_path(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
-    "The way of the optimizer down the valley, over the pairs of numbers that the format has there; the star is the minimum."
-    x, y = torch.meshgrid(torch.linspace(-1.1, 1.9, 120), torch.linspace(-0.1, 1.9, 80), indexing="xy")
-    ax.contour(x, y, valley(torch.stack([x, y])), levels=[0.1, 0.5, 2, 6], colors="0.75", linewidths=0.8)
+    "The optimizer's path down the valley, over the pairs of numbers that the format has; the star is the minimum."
+    x, y = torch.meshgrid(torch.linspace(-1.1, 1.9, 120), torch.linspace(-0.1, 1.9, 80),
+                          indexing="xy")
+    ax.contour(x, y, valley(torch.stack([x, y])), levels=[0.1, 0.5, 2, 6], colors="0.75",
+               linewidths=0.8)
     ax.plot(*BOTTOM, "*", ms=8, color="0.1")
     ax.set(xlim=(-1.1, 1.9), ylim=(-0.1, 1.9), xlabel="first weight", ylabel="second weight")
     dots, = ax.plot([], [], ",", color="0.45", antialiased=False)
     way, = ax.plot([], [], ".-", ms=4, lw=1)
 
     def update(seen: Seen) -> None:
-        _move(dots, *_dots(seen.fmt, seen.path_scale)), _move(way, *seen.path), way.set_color(_color(seen.fmt))
-        ax.title.set_text(f"{seen.setting.rule}: loss {valley(seen.path[:, -1]):.2g} after {seen.path.shape[1] - 1} steps")
+        _move(dots, *_dots(seen.fmt, seen.path_scale))
+        _move(way, *seen.path)
+        way.set_color(_color(seen.fmt))
+        loss, steps = valley(seen.path[:, -1]), seen.path.shape[1] - 1
+        ax.title.set_text(f"{seen.setting.rule}: loss {loss:.2g} after {steps} steps")
 
     return update, [dots, way, ax.title]
 
-VIEWS: dict[str, View] = {"grid": view_grid, "codes": view_codes, "error": view_error, "stiffness": view_stiffness, "path": view_path}
+VIEWS: dict[str, View] = {"grid": view_grid, "codes": view_codes, "error": view_error,
+                          "stiffness": view_stiffness, "path": view_path}
 
 # %% ../../nbs/views/04_explorer.ipynb #79ed86c0
 def _difference(setting: Setting, others: list[Setting]) -> str:
     "What tells a setting from others, a line each; its format in any case."
-    told = [f.name for f in fields(Setting) if f.name == "format" or len({getattr(s, f.name) for s in others}) > 1]
-    return "\n".join(f"shift {setting.shift:+d}" if name == "shift" else str(getattr(setting, name)) for name in told)
+    told = [f.name for f in fields(Setting) if f.name == "format"
+            or len({getattr(s, f.name) for s in others}) > 1]
+    return "\n".join(f"shift {setting.shift:+d}" if name == "shift"
+                     else str(getattr(setting, name)) for name in told)
 
 def _prepare(ax, name: str) -> tuple[Callable[[Seen], None], list]:
     "A view on axes, in small type."
-    ax.tick_params(labelsize=7), ax.xaxis.label.set_size(8), ax.yaxis.label.set_size(8), ax.set_title(" ", fontsize=8)
+    ax.tick_params(labelsize=7)
+    ax.xaxis.label.set_size(8)
+    ax.yaxis.label.set_size(8)
+    ax.set_title(" ", fontsize=8)
     return VIEWS[name](ax)
 
 def plot_view(
@@ -294,10 +326,12 @@ def plot_view(
     if name not in VIEWS: raise unknown("view", name, VIEWS)
     settings = list(settings)
     rows, columns = -(-len(settings) // 4), min(len(settings), 4)
-    fig, axes = plt.subplots(rows, columns, figsize=(2.75 * columns, 2.3 * rows), sharex=True, sharey=True, squeeze=False, layout="constrained", dpi=80)
+    fig, axes = plt.subplots(rows, columns, figsize=(2.75 * columns, 2.3 * rows), sharex=True,
+                             sharey=True, squeeze=False, layout="constrained", dpi=80)
     for ax, setting in zip(axes.flat, settings):
         _prepare(ax, name)[0](see(setting))
-        ax.text(0.03, 0.97, _difference(setting, settings), transform=ax.transAxes, va="top", fontsize=7, color="0.25")
+        ax.text(0.03, 0.97, _difference(setting, settings), transform=ax.transAxes, va="top",
+                fontsize=7, color="0.25")
     for ax in axes.flat: ax.label_outer()
     for ax in axes.flat[len(settings) :]: ax.axis("off")
     return fig
@@ -314,7 +348,8 @@ class Picture:
 
         self.figure = Figure(figsize=size, dpi=80, layout="constrained")
         self.canvas = FigureCanvasAgg(self.figure)
-        axes = self.figure.subplot_mosaic([["grid", "codes", "error"], ["stiffness", "path", "path"]])
+        axes = self.figure.subplot_mosaic([["grid", "codes", "error"],
+                                           ["stiffness", "path", "path"]])
         self.views = [_prepare(axes[name], name) for name in VIEWS]
         self.canvas.draw()  # lays the axes out, with room for the titles that an update writes
         self.figure.set_layout_engine("none")
@@ -341,9 +376,11 @@ class Picture:
 # %% ../../nbs/views/04_explorer.ipynb #25348bb7
 def _controls(w, start: Setting) -> dict[str, Any]:
     "The widgets by name; `w` is ipywidgets."
-    fmt, wide = get_format(start.format), {"layout": w.Layout(width="330px"), "style": {"description_width": "110px"}}
+    fmt = get_format(start.format)
+    wide = {"layout": w.Layout(width="330px"), "style": {"description_width": "110px"}}
     slider = lambda text, value, low, high: w.IntSlider(value, low, high, description=text, **wide)
-    pick = lambda text, value, options: w.Dropdown(description=text, options=list(options), value=value, **wide)
+    pick = lambda text, value, options: w.Dropdown(description=text, options=list(options),
+                                                   value=value, **wide)
     return {
         "format": pick("format", fmt.name, dict.fromkeys([*formats_to_pick(), fmt.name])),
         "exponent_bits": slider("exponent bits", fmt.exponent_bits, 0, 7),
@@ -352,21 +389,25 @@ def _controls(w, start: Setting) -> dict[str, Any]:
         "shift": slider("scale, octaves", start.shift, -8, 8),
         "rounding": pick("rounding", start.rounding, ROUNDING),
         "rule": pick("update rule", start.rule, RULES),
-        "step": w.FloatLogSlider(start.step, min=-2, max=0, step=0.05, description="first step", readout_format=".3f", **wide),
+        "step": w.FloatLogSlider(start.step, min=-2, max=0, step=0.05, description="first step",
+                                 readout_format=".3f", **wide),
     }
 
 # %% ../../nbs/views/04_explorer.ipynb #f09a26cc
 class Explorer:
-    "The explorer's widgets: `box` is what a notebook shows, `controls` are its parts by name, `setting` is where they stand."
+    "The explorer's widgets: `box` is what a notebook shows, `controls` its parts by name, `setting` where they stand."
     def __init__(self, start: Setting = Setting()):
         try: import ipywidgets as w
-        except ModuleNotFoundError: raise InputError("the explorer needs the package ipywidgets (pip install 'altgrad[explore]')") from None
+        except ModuleNotFoundError:
+            raise InputError("the explorer needs the package ipywidgets (pip install 'altgrad[explore]')") from None
         self.picture, self.setting, self.controls, self.aligning = Picture(), start, _controls(w, start), False
-        self.image = w.Image(value=self.picture.png(see(start)), format="png", layout=w.Layout(max_width="100%"))
+        self.image = w.Image(value=self.picture.png(see(start)), format="png",
+                             layout=w.Layout(max_width="100%"))
         left, right = list(self.controls)[:4], list(self.controls)[4:]
         columns = [w.VBox([self.controls[name] for name in names]) for names in (left, right)]
         self.box = w.VBox([w.HBox(columns, layout=w.Layout(flex_flow="row wrap")), self.image])
-        for name, control in self.controls.items(): control.observe(lambda change, name=name: self._changed(name), "value")
+        for name, control in self.controls.items():
+            control.observe(lambda change, name=name: self._changed(name), "value")
 
     def _changed(self, name: str) -> None:
         "A control was moved: shows the new setting, and brings the controls that depend on it into line."
@@ -383,7 +424,8 @@ class Explorer:
         "Puts the three controls of the format where it is."
         menu, self.aligning = self.controls["format"], True
         if fmt.name not in menu.options: menu.options = (*menu.options, fmt.name)
-        for key, value in (("format", fmt.name), ("exponent_bits", fmt.exponent_bits), ("mantissa_bits", fmt.mantissa_bits)):
+        for key, value in (("format", fmt.name), ("exponent_bits", fmt.exponent_bits),
+                           ("mantissa_bits", fmt.mantissa_bits)):
             self.controls[key].value = value
         self.aligning = False
 

@@ -31,10 +31,11 @@ COLUMNS = {  # key of `Comparison.rows` -> header, how the number is written
     "underflow_rate": ("underflow", "{:.2%}"),
     "bit_stall_rate": ("codes unchanged", "{:.1%}"),
 }
-_OF_ONE_SEED, _OF_SEVERAL = {"val_perplexity", "tokens_per_s", "overflow_rate", "underflow_rate"}, {"gap_nats", "interval"}
+_OF_ONE_SEED = {"val_perplexity", "tokens_per_s", "overflow_rate", "underflow_rate"}
+_OF_SEVERAL = {"gap_nats", "interval"}
 
 def _columns(result: Comparison) -> list[str]:
-    "The columns that a table has room for: with several seeds the gaps and what explains them, with one seed everything else."
+    "The columns that a table has room for: with several seeds the gaps, with one seed everything else."
     left_out = _OF_SEVERAL if len(result.seeds) == 1 else _OF_ONE_SEED
     return [key for key in COLUMNS if key not in left_out]
 
@@ -48,13 +49,15 @@ def _interval(row: dict[str, Any]) -> str:
     "The interval of a gap, and whether it includes zero."
     if row["is_baseline"]: return ""
     if row["gap_low"] is None: return "-"
-    return f"{row['gap_low']:+.4f} to {row['gap_high']:+.4f}" + (", within noise" if row["within_noise"] else "")
+    return f"{row['gap_low']:+.4f} to {row['gap_high']:+.4f}" + (", within noise"
+                                                                 if row["within_noise"] else "")
 
 # %% ../../nbs/views/00_report.ipynb #a99c923f
 def entropy_line(result: Comparison) -> str:
     "The corpus's entropies, and whether the baseline ended below them."
     base = next(row for row in result.rows() if row["is_baseline"])
-    parts = [f"validation text: unigram entropy {result.unigram_entropy:.4f}, bigram entropy {result.bigram_entropy:.4f} nats per token"]
+    parts = [f"validation text: unigram entropy {result.unigram_entropy:.4f}, "
+             f"bigram entropy {result.bigram_entropy:.4f} nats per token"]
     if (loss := base["val_loss"]) is not None:
         place = [f"{'below' if loss < h else 'ABOVE'} the {name} entropy" for name, h in
                  (("unigram", result.unigram_entropy), ("bigram", result.bigram_entropy))]
@@ -68,7 +71,8 @@ def seeds_text(result: Comparison) -> str:
 def gap_line(result: Comparison) -> str:
     "What the gaps are and when they are noise; with one seed, why there are none. Empty for one arm."
     if len(result.arms) == 1: return ""
-    if len(result.seeds) == 1: return "one seed: what of a difference is noise cannot be said, so no gap is shown; --seeds 4 measures it"
+    if len(result.seeds) == 1:
+        return "one seed: what of a difference is noise cannot be said, so no gap is shown; --seeds 4 measures it"
     base = result.baseline["config"]["name"]
     return (f"gap: validation loss minus that of {base} with the same seed, mean of {len(result.seeds)} seeds and its 95 % t interval; "
             "within noise: the interval includes zero")
@@ -81,33 +85,38 @@ def comparison_table(
     "The comparison as a rich table."
     record = result.baseline["record"]
     title = f"{record['corpus']['name']}, {seeds_text(result)}, {record['compute_dtype']} products"
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, int(width >= 100), 0, 0), title=title, caption=entropy_line(result))
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False,
+                  padding=(0, int(width >= 100), 0, 0), title=title, caption=entropy_line(result))
     rows, keys = result.rows(), _columns(result)
     with_name = width >= 100 or len({row["format"] for row in rows}) < len(rows)
     if with_name and width < 100: keys.remove("format")
     for header in ["run"] * with_name + [COLUMNS[key][0] for key in keys]:
-        table.add_column(header, justify="left" if header in ("run", "format", "95 % interval") else "right", overflow="fold")
+        table.add_column(header, justify="left" if header in ("run", "format", "95 % interval")
+                         else "right", overflow="fold")
     for row in rows: table.add_row(*[row["name"]] * with_name, *(_cell(row, key) for key in keys))
     return table
 
 def notes(result: Comparison) -> list[str]:
     "A line for every run that did not simply finish."
     runs = [run for arm in result.arms for run in result.runs(arm)]
-    return [f"{run['config']['name']}: {run['record']['exit_reason']}" for run in runs if run["record"]["exit_reason"] != "finished"]
+    return [f"{run['config']['name']}: {run['record']['exit_reason']}" for run in runs
+            if run["record"]["exit_reason"] != "finished"]
 
 def comparison_markdown(result: Comparison) -> str:
     "The comparison as a Markdown table, without the speed, which is the machine's."
     keys = [key for key in _columns(result) if key != "tokens_per_s"]
     header = ["run", *(COLUMNS[key][0] for key in keys)]
     lines = [[row["name"], *(_cell(row, key) for key in keys)] for row in result.rows()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---", "---"] + ["---:"] * (len(header) - 2), *lines])
+    return "\n".join("| " + " | ".join(line) + " |"
+                     for line in [header, ["---", "---"] + ["---:"] * (len(header) - 2), *lines])
 
 # %% ../../nbs/views/00_report.ipynb #47c9cc4a
 def number_text(value: Any) -> str:
     "A number as people write it: 448, 0.25, 2^-14, 1.5 x 2^32; '-' for None."
     if value is None: return "-"
     if not isinstance(value, float) or value == 0: return str(value)
-    if 1e-2 <= abs(value) < 1e6: return f"{value:g}" if f"{value:g}" == repr(value).removesuffix(".0") else f"{value:.4f}"
+    if 1e-2 <= abs(value) < 1e6:
+        return f"{value:g}" if f"{value:g}" == repr(value).removesuffix(".0") else f"{value:.4f}"
     mantissa, exponent = math.frexp(value)
     return f"{'' if mantissa == 0.5 else f'{2 * mantissa:g} x '}2^{exponent - 1}"
 
@@ -122,7 +131,8 @@ def _looks(result: Comparison) -> list[dict[str, Any]]:
     for i, name in enumerate(formats):
         before = formats[:i].count(name)
         color = tuple(1 - (1 - part) * 0.65**before for part in to_rgb(COLORS.get(name, "black")))
-        looks.append({"color": color, "ls": _LINES[before % len(_LINES)], "marker": _MARKERS[before % len(_MARKERS)]})
+        looks.append({"color": color, "ls": _LINES[before % len(_LINES)],
+                      "marker": _MARKERS[before % len(_MARKERS)]})
     return looks
 
 def _by_value(counts: list[int], name: str) -> list[int]:
@@ -134,9 +144,12 @@ def _by_value(counts: list[int], name: str) -> list[int]:
 def finding(result: Comparison) -> str:
     "What a comparison shows, in one sentence: which arms differ from the baseline by more than noise."
     base = result.baseline["config"]["name"]
-    if len(result.seeds) == 1: return f"One run each ({seeds_text(result)}): what of a difference is noise is not known"
-    others = [row for row in result.rows() if not row["is_baseline"] and row["gap_nats"] is not None]
-    shown = [f"{row['name']} by {row['gap_nats']:+.3f}" for row in others if not row["within_noise"]]
+    if len(result.seeds) == 1:
+        return f"One run each ({seeds_text(result)}): what of a difference is noise is not known"
+    others = [row for row in result.rows() if not row["is_baseline"]
+              and row["gap_nats"] is not None]
+    shown = [f"{row['name']} by {row['gap_nats']:+.3f}" for row in others
+             if not row["within_noise"]]
     if not shown: return f"No arm is shown to differ from {base} ({len(result.seeds)} seeds)"
     verb = "differs" if len(shown) == 1 else "differ"
     return f"{len(shown)} of {len(others)} arms {verb} from {base} by more than noise ({len(result.seeds)} seeds): {', '.join(shown)} nats"
@@ -146,12 +159,15 @@ def _plot_losses(ax: Any, result: Comparison) -> None:
     "The losses of the first seed as logged."
     for arm, look in zip(result.arms, _looks(result)):
         loss = [math.nan if value is None else value for value in arm["loss"]]
-        ax.plot(range(1, len(loss) + 1), loss, lw=0.8, label=arm["config"]["name"], **look, markevery=[])
+        ax.plot(range(1, len(loss) + 1), loss, lw=0.8, label=arm["config"]["name"], **look,
+                markevery=[])
         val = [(step, loss) for step, loss, _ in arm["val"] if loss is not None]
         if val: ax.plot(*zip(*val), look["marker"], ms=4, color=look["color"])
     ax.axhline(result.bigram_entropy, color="0.6", lw=1, ls="--")
-    ax.text(len(result.baseline["loss"]) * 0.02, result.bigram_entropy, "bigram entropy", va="bottom", fontsize=8, color="0.4")
-    ax.set_title(f"training loss as logged, markers: validation; seed {result.seeds[0]}", fontsize=9)
+    ax.text(len(result.baseline["loss"]) * 0.02, result.bigram_entropy, "bigram entropy",
+            va="bottom", fontsize=8, color="0.4")
+    ax.set_title(f"training loss as logged, markers: validation; seed {result.seeds[0]}",
+                 fontsize=9)
     ax.set_xlabel("step")
     ax.set_ylabel("nats per token")
     ax.legend(frameon=False, fontsize=8)
@@ -159,8 +175,10 @@ def _plot_losses(ax: Any, result: Comparison) -> None:
 # %% ../../nbs/views/00_report.ipynb #a1c0de25
 def _val_gaps(result: Comparison, arm: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     "The gap to the baseline at each evaluation that all seeds have."
-    runs, base = ([{step: loss for step, loss, _ in run["val"]} for run in result.runs(of)] for of in (arm, result.baseline))
-    gaps = [(step, paired_gap([run.get(step) for run in runs], [run.get(step) for run in base])) for step in runs[0]]
+    runs, base = ([{step: loss for step, loss, _ in run["val"]} for run in result.runs(of)]
+                  for of in (arm, result.baseline))
+    gaps = [(step, paired_gap([run.get(step) for run in runs], [run.get(step) for run in base]))
+            for step in runs[0]]
     return [(step, gap) for step, gap in gaps if gap["gap_nats"] is not None]
 
 def _plot_gaps(ax: Any, result: Comparison) -> None:
@@ -170,16 +188,20 @@ def _plot_gaps(ax: Any, result: Comparison) -> None:
         gaps = [] if arm is result.baseline else _val_gaps(result, arm)
         if not gaps: continue
         means = [gap["gap_nats"] for _, gap in gaps]
-        ends = [[gap["gap_nats"] - gap["gap_low"] for _, gap in gaps], [gap["gap_high"] - gap["gap_nats"] for _, gap in gaps]]
-        ax.errorbar([step + gaps[-1][0] * 0.01 * place for step, _ in gaps], means, ends, ms=4, lw=1, capsize=2, **look)
-    ax.set_title(f"validation loss minus that of {result.baseline['config']['name']}\nwith 95 % intervals, {len(result.seeds)} seeds", fontsize=9)
+        ends = [[gap["gap_nats"] - gap["gap_low"] for _, gap in gaps],
+                [gap["gap_high"] - gap["gap_nats"] for _, gap in gaps]]
+        ax.errorbar([step + gaps[-1][0] * 0.01 * place for step, _ in gaps], means, ends, ms=4,
+                    lw=1, capsize=2, **look)
+    base, seeds = result.baseline["config"]["name"], len(result.seeds)
+    ax.set_title(f"validation loss minus that of {base}\nwith 95 % intervals, {seeds} seeds", fontsize=9)
     ax.set_xlabel("step")
 
 def _plot_histogram(ax: Any, arm: dict[str, Any], look: dict[str, Any]) -> None:
     "How often the final weights use each code."
     name = arm["config"]["format"] or "none"
     counts = arm["record"].get("bit_histogram") or [0] * 256
-    if sum(counts): ax.bar(range(-128, 128), _by_value(counts, name), width=1.0, color=look["color"])
+    if sum(counts):
+        ax.bar(range(-128, 128), _by_value(counts, name), width=1.0, color=look["color"])
     wide = name != "none" and get_format(name).bits > 8
     used = f"{sum(c > 0 for c in counts)} of 256 {'top bytes' if wide else 'codes'} used"
     ax.set_title(f"{textwrap.fill(arm['config']['name'], 26)}\n{used}", fontsize=8)
@@ -190,7 +212,7 @@ def _plot_histogram(ax: Any, arm: dict[str, Any], look: dict[str, Any]) -> None:
 def plot_comparison(
     result: Comparison,
 ) -> Any:  # the matplotlib figure
-    "The losses of all arms, with several seeds their gaps to the baseline, and beneath them how each arm's final weights use their codes."
+    "Draw the losses of all arms, with several seeds their gaps to the baseline, and how the final weights use their codes."
     import matplotlib.pyplot as plt
 
     columns = min(len(result.arms), 4)
@@ -199,7 +221,8 @@ def plot_comparison(
     fig.suptitle(textwrap.fill(finding(result), 100), fontsize=10)
     grid = fig.add_gridspec(2, 1, height_ratios=[2.2, rows])
     panels = 1 if len(result.seeds) == 1 else 2
-    top, low = grid[0].subgridspec(1, panels, width_ratios=[3, 2][:panels]), grid[1].subgridspec(rows, columns)
+    top = grid[0].subgridspec(1, panels, width_ratios=[3, 2][:panels])
+    low = grid[1].subgridspec(rows, columns)
     _plot_losses(fig.add_subplot(top[0]), result)
     if panels == 2: _plot_gaps(fig.add_subplot(top[1]), result)
     for i, (arm, look) in enumerate(zip(result.arms, _looks(result))):
@@ -211,4 +234,5 @@ def save_figure(
     path: Path | str,  # of the PNG file
 ) -> None:
     "Writes a figure as PNG, atomically and with the same bytes every time."
-    write_atomic(path, lambda file: fig.savefig(file, format="png", dpi=110, metadata={"Software": None}))
+    write_atomic(path, lambda file: fig.savefig(file, format="png", dpi=110,
+                                                metadata={"Software": None}))

@@ -40,7 +40,9 @@ def parse_metric(
     return MetricName("/".join(rest[:-1]), rest[-1]) if rest else MetricName("", first)
 
 # %% ../../nbs/views/01_watch.ipynb #bdc81b0b
-LIMITS = {q: getattr(Thresholds(), q) for q in ("overflow_rate", "underflow_rate", "bit_stall_rate", "kurtosis")}  # above these a quantity is out of range
+LIMITS = {q: getattr(Thresholds(), q)
+          for q in ("overflow_rate", "underflow_rate", "bit_stall_rate",
+                    "kurtosis")}  # above these a quantity is out of range
 
 def limits_of(
     config: dict[str, Any],  # of the run
@@ -55,7 +57,8 @@ def worst(
 ) -> list[tuple[str, float, float]]:  # name, value, limit
     "The numbers of a row that have a limit, those furthest beyond it first."
     found = [(name, v, limits[parse_metric(name).quantity]) for name, v in row.items()
-             if parse_metric(name).quantity in limits and isinstance(v, (int, float)) and not isinstance(v, bool)]
+             if parse_metric(name).quantity in limits and isinstance(v, (int, float))
+             and not isinstance(v, bool)]
     return sorted(found, key=lambda f: -f[1] / f[2])
 
 # %% ../../nbs/views/01_watch.ipynb #a2282c94
@@ -98,7 +101,8 @@ def sparkline(
     "A line of blocks whose heights follow the means of that many parts of the values."
     return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * h))] for h in heights(values, width))
 
-def _number(x: float | None, form: str = "{:.4f}") -> str: return "-" if x is None else form.format(x)
+def _number(x: float | None, form: str = "{:.4f}") -> str:
+    return "-" if x is None else form.format(x)
 
 def _remaining(rows: list[dict[str, Any]], steps: int) -> str:
     "The time that the steps to come will take, from the last fifty."
@@ -114,7 +118,9 @@ def _numbers(rows: list[dict[str, Any]], steps: int) -> Table:
     val = [(r["step"], v) for r in rows if (v := r.get("val_loss")) is not None]
     table = Table.grid(padding=(0, 2))
     table.add_row("loss", f"{_number(row.get('loss'))}   {sparkline(losses)}")
-    if val: table.add_row("validation", f"{val[-1][1]:.4f} at step {val[-1][0]}, best {min(v for _, v in val):.4f}")
+    if val:
+        table.add_row("validation",
+                      f"{val[-1][1]:.4f} at step {val[-1][0]}, best {min(v for _, v in val):.4f}")
     table.add_row("learning rate", _number(row.get("lr"), "{:.2e}"))
     if row.get("rule_lr") is not None: table.add_row("of the rule", f"{row['rule_lr']:.2e}")
     table.add_row("gradient norm", _number(row.get("grad_norm"), "{:.3g}"))
@@ -133,9 +139,11 @@ def _ranges(row: dict[str, Any], limits: dict[str, float], most: int = 8) -> Tab
 def _event_lines(rows: list[dict[str, Any]], most: int = 5) -> list[Text]:
     "The last events, as lines."
     found = [(r["step"], e) for r in rows for e in r.get("events", ())]
-    last = sorted(found, key=lambda f: f[1].get("kind") != "warning")[-most:]  # warnings give way to what was done and what broke
+    # warnings give way to what was done and what broke
+    last = sorted(found, key=lambda f: f[1].get("kind") != "warning")[-most:]
     said = lambda v: f"{v:.4g}" if isinstance(v, float) else str(v)
-    return [Text(f"step {step}: " + " ".join(said(e[k]) for k in ("kind", "layer", "metric", "value", "text") if e.get(k) is not None), "yellow")
+    return [Text(f"step {step}: "
+                 + " ".join(said(e[k]) for k in ("kind", "layer", "metric", "value", "text") if e.get(k) is not None), "yellow")
             for step, e in sorted(last, key=lambda f: f[0])]
 
 # %% ../../nbs/views/01_watch.ipynb #45a1d435
@@ -145,14 +153,20 @@ def render_run(
 ) -> Group:
     "A run as a page of the terminal."
     config, state = run.stored_config() or {}, state_of(run)
-    facts = "  ".join(str(config[k]) for k in ("format", "storage", "rule", "model") if config.get(k) is not None)
-    head, steps = Text(f"{config.get('name', run.path.name)}  {facts}", "bold"), config.get("max_steps", 0)
+    facts = "  ".join(str(config[k]) for k in ("format", "storage", "rule", "model")
+                      if config.get(k) is not None)
+    head = Text(f"{config.get('name', run.path.name)}  {facts}", "bold")
+    steps = config.get("max_steps", 0)
     if not rows: return Group(Panel(Group(head, Text(f"{state}; no step yet"))))
     bar = Table.grid(padding=(0, 2))
-    bar.add_row(f"step {rows[-1]['step']} of {steps}", ProgressBar(total=steps or 1, completed=rows[-1]["step"], width=40))
-    parts: list[RenderableType] = [head, Text(state, "green" if state.startswith(("running", "finished")) else "bold red"), bar, _numbers(rows, steps)]
-    for title, content in (("ranges", _ranges(rows[-1], limits_of(config))), ("events", Group(*_event_lines(rows)))):
-        if (content.row_count if isinstance(content, Table) else content.renderables): parts += [Text(title, "bold"), content]
+    bar.add_row(f"step {rows[-1]['step']} of {steps}",
+                ProgressBar(total=steps or 1, completed=rows[-1]["step"], width=40))
+    color = "green" if state.startswith(("running", "finished")) else "bold red"
+    parts: list[RenderableType] = [head, Text(state, color), bar, _numbers(rows, steps)]
+    for title, content in (("ranges", _ranges(rows[-1], limits_of(config))),
+                           ("events", Group(*_event_lines(rows)))):
+        if (content.row_count if isinstance(content, Table) else content.renderables):
+            parts += [Text(title, "bold"), content]
     return Group(Panel(Group(*parts)))
 
 # %% ../../nbs/views/01_watch.ipynb #ea41d318
@@ -176,13 +190,17 @@ MOST = 40  # arms in a table of the terminal
 
 def _outcomes(rows: list[dict[str, Any]]) -> Table:
     "By arm: runs, the mean loss at its best learning rate, the least loss of all, and how many runs have which flag."
-    table = Table("storage", "format", "rule", "runs", "best lr", "mean there", "least", *FLAGS, box=None)
+    table = Table("storage", "format", "rule", "runs", "best lr", "mean there", "least", *FLAGS,
+                  box=None)
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for r in rows: groups.setdefault((str(r.get("storage", "-")), str(r.get("format", "-")), _rule(r)), []).append(r)
+    for r in rows:
+        groups.setdefault((str(r.get("storage", "-")), str(r.get("format", "-")), _rule(r)),
+                          []).append(r)
     for arm, part in sorted(groups.items())[:MOST]:
         (lr, mean), found = _best_rate(part), [flag for r in part for flag in flags(r)]
         least = min((r["val_loss"] for r in part if r.get("val_loss") is not None), default=None)
-        table.add_row(*arm, str(len(part)), lr, _number(mean), _number(least), *(str(found.count(f) or "") for f in FLAGS))
+        table.add_row(*arm, str(len(part)), lr, _number(mean), _number(least),
+                      *(str(found.count(f) or "") for f in FLAGS))
     if len(groups) > MOST: table.add_row("...", f"{len(groups) - MOST} more")
     return table
 
@@ -191,20 +209,25 @@ def render_ledger(
     path: Path,  # ledger.jsonl
     rows: list[dict[str, Any]],
 ) -> Group:
-    "A sweep's ledger as a page of the terminal: stages, outcomes and flags of the matrix and stage that the last row belongs to, the last rows."
-    failed, table = [r for r in rows if r.get("error")], Table("stage", "runs", "failed", "seconds each", box=None)
+    "A sweep's ledger as a page of the terminal: its stages, the outcomes of the stage that is under way, the last rows."
+    failed = [r for r in rows if r.get("error")]
+    table = Table("stage", "runs", "failed", "seconds each", box=None)
     for stage in sorted({r.get("stage", "-") for r in rows}):
         part = [r for r in rows if r.get("stage", "-") == stage]
         mean = sum(r.get("seconds") or 0.0 for r in part) / len(part)
-        table.add_row(stage, f"{len(part):,}", str(sum(bool(r.get("error")) for r in part)), f"{mean:.1f}")
+        table.add_row(stage, f"{len(part):,}", str(sum(bool(r.get("error")) for r in part)),
+                      f"{mean:.1f}")
     last = Table("format", "storage", "rule", "lr", "seed", "validation loss", box=None)
     for r in rows[-5:]:
         said = {**{key: str(r.get(key, "-")) for key in ("format", "storage", "rule", "lr", "seed")}, "rule": _rule(r)}
         last.add_row(*said.values(), _number(r.get("val_loss")))
     now = [r for r in rows if all(r.get(key) == rows[-1].get(key) for key in ("matrix", "stage"))]
-    title = " ".join(str(rows[-1][key]) for key in ("matrix", "stage") if rows and rows[-1].get(key))
-    parts = (Text(f"{path.parent}  {len(rows):,} runs", "bold"), table, Text(title, "bold"), _outcomes(now), Text("the last", "bold"), last)
-    return Group(Panel(Group(*parts, *(Text(f"{r.get('run')}: {r['error']}", "red") for r in failed[-3:]))))
+    title = " ".join(str(rows[-1][key]) for key in ("matrix", "stage") if rows
+                     and rows[-1].get(key))
+    parts = (Text(f"{path.parent}  {len(rows):,} runs", "bold"), table, Text(title, "bold"),
+             _outcomes(now), Text("the last", "bold"), last)
+    return Group(Panel(Group(*parts, *(Text(f"{r.get('run')}: {r['error']}", "red")
+                                       for r in failed[-3:]))))
 
 # %% ../../nbs/views/01_watch.ipynb #d2da416c
 def pages(
@@ -243,23 +266,36 @@ def _curve(ax, rows: list[dict[str, Any]], keys: list[str], title: str, **style:
     "One or more series over the steps."
     for key in keys:
         points = [(r["step"], v) for r in rows if (v := r.get(key)) is not None]
-        if points: ax.plot(*zip(*points), label=key.replace("_", " "), lw=1, **(style if len(points) > 1 else {**style, "marker": "o"}))
-    ax.set_title(title, fontsize=9), ax.set_xlabel("step", fontsize=8), ax.tick_params(labelsize=7)
+        if points:
+            ax.plot(*zip(*points), label=key.replace("_", " "), lw=1,
+                    **(style if len(points) > 1 else {**style, "marker": "o"}))
+    ax.set_title(title, fontsize=9)
+    ax.set_xlabel("step", fontsize=8)
+    ax.tick_params(labelsize=7)
     if len(keys) > 1: ax.legend(frameon=False, fontsize=7)
 
 def _loss_panel(ax, rows: list[dict[str, Any]], color: str) -> None:
     _curve(ax, rows, ["loss"], "loss (nats per token)", color=color)
     val = [(r["step"], v) for r in rows if (v := r.get("val_loss")) is not None]
-    if val: ax.plot(*zip(*val), "o", ms=4, color="black", label="validation"), ax.legend(frameon=False, fontsize=7)
-    for step in [r["step"] for r in rows if any(e.get("kind") != "warning" for e in r.get("events", ()))][:20]: ax.axvline(step, color="C3", lw=0.5)
+    if val:
+        ax.plot(*zip(*val), "o", ms=4, color="black", label="validation")
+        ax.legend(frameon=False, fontsize=7)
+    for step in [r["step"] for r in rows
+                 if any(e.get("kind") != "warning" for e in r.get("events", ()))][:20]:
+        ax.axvline(step, color="C3", lw=0.5)
 
 def _heat_panel(fig, ax, rows: list[dict[str, Any]], names: list[str], title: str) -> None:
     "A quantity by layer and step; at most 400 steps wide."
     rows = rows[:: max(1, len(rows) // 400)]
     data = [[math.nan if r.get(name) is None else r[name] for r in rows] for name in names]
-    image = ax.imshow(data, aspect="auto", interpolation="nearest", extent=(rows[0]["step"], rows[-1]["step"], len(names) - 0.5, -0.5), cmap="viridis")
-    ax.set_yticks(range(len(names)), [parse_metric(n).layer for n in names], fontsize=5), ax.set_title(title, fontsize=9), ax.tick_params(axis="x", labelsize=7)
-    ax.set_xlabel("step", fontsize=8), fig.colorbar(image, ax=ax).ax.tick_params(labelsize=6)
+    image = ax.imshow(data, aspect="auto", interpolation="nearest",
+                      extent=(rows[0]["step"], rows[-1]["step"], len(names) - 0.5, -0.5),
+                      cmap="viridis")
+    ax.set_yticks(range(len(names)), [parse_metric(n).layer for n in names], fontsize=5)
+    ax.set_title(title, fontsize=9)
+    ax.tick_params(axis="x", labelsize=7)
+    ax.set_xlabel("step", fontsize=8)
+    fig.colorbar(image, ax=ax).ax.tick_params(labelsize=6)
 
 # %% ../../nbs/views/01_watch.ipynb #fce1e4b2
 def _code_panel(fig, ax, run: StoredRun, color: str) -> None:
@@ -267,49 +303,62 @@ def _code_panel(fig, ax, run: StoredRun, color: str) -> None:
     none = np.empty(0), np.empty((0, 0))
     steps, counts = next((s for name, s in read_histograms(run.series_folder).items() if "/weight/" in name), none)
     if len(steps) > 1:
-        ax.imshow(np.log1p(counts).T, aspect="auto", origin="lower", extent=(steps[0], steps[-1], 0, len(counts[0])), cmap="magma")
-        ax.set_title("codes in use (log of the count)", fontsize=9), ax.set_xlabel("step", fontsize=8), ax.set_ylabel("code", fontsize=8)
+        ax.imshow(np.log1p(counts).T, aspect="auto", origin="lower",
+                  extent=(steps[0], steps[-1], 0, len(counts[0])), cmap="magma")
+        ax.set_title("codes in use (log of the count)", fontsize=9)
+        ax.set_xlabel("step", fontsize=8)
+        ax.set_ylabel("code", fontsize=8)
     else:
         ends = run.record().get("bit_histogram") or []
         ax.bar(range(len(ends)), ends, width=1.0, color=color)
-        ax.set_title(f"codes at the end: {sum(c > 0 for c in ends)} of {len(ends)} used", fontsize=9), ax.set_xlabel("code", fontsize=8)
+        ax.set_title(f"codes at the end: {sum(c > 0 for c in ends)} of {len(ends)} used",
+                     fontsize=9)
+        ax.set_xlabel("code", fontsize=8)
     ax.tick_params(labelsize=7)
 
 def _layer_quantities(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     "Quantity -> names of its series, for those that two layers or more have, those with a limit first."
     found: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for r in rows for name, v in r.items() if isinstance(v, float) and "/" in name):
+    for name in dict.fromkeys(name for r in rows for name, v in r.items() if isinstance(v, float)
+                              and "/" in name):
         if parse_metric(name).layer: found.setdefault(parse_metric(name).quantity, []).append(name)
     first = [*LIMITS, "cosine", "cosine_similarity", "entropy", "norm"]
     several = {q: names for q, names in found.items() if len(names) > 1}
-    return dict(sorted(several.items(), key=lambda item: first.index(item[0]) if item[0] in first else len(first)))
+    return dict(sorted(several.items(),
+                       key=lambda item: first.index(item[0]) if item[0] in first else len(first)))
 
 # %% ../../nbs/views/01_watch.ipynb #f72edd97
 def _panels(run: StoredRun, rows: list[dict[str, Any]], color: str) -> list[Callable]:
     "A function of figure and axes for each panel that has something to show."
     has = lambda *keys: any(r.get(k) is not None for r in rows for k in keys)
     rates = [k for k in ("overflow_rate", "underflow_rate", "bit_stall_rate") if has(k)]
-    curves = [(["grad_norm"], "gradient norm", {"color": "C0"}), (rates, "rates over all weights", {}), (["lr"], "learning rate", {"color": "0.3"}),
+    curves = [(["grad_norm"], "gradient norm", {"color": "C0"}),
+              (rates, "rates over all weights", {}), (["lr"], "learning rate", {"color": "0.3"}),
               (["rule_lr"], "learning rate of the rule", {"color": "0.3"}),
               (["tokens_per_s"], "tokens/s", {"color": "0.3"})]
     panels: list[Callable] = [lambda fig, ax: _loss_panel(ax, rows, color)]
     panels += [lambda fig, ax, c=c: _curve(ax, rows, *c[:2], **c[2]) for c in curves if has(*c[0])]
-    if run.series_folder.is_dir() or run.record().get("bit_histogram"): panels.append(lambda fig, ax: _code_panel(fig, ax, run, color))
+    if run.series_folder.is_dir() or run.record().get("bit_histogram"):
+        panels.append(lambda fig, ax: _code_panel(fig, ax, run, color))
     heats = list(_layer_quantities(rows).items())[:6]
-    return panels + [lambda fig, ax, h=h: _heat_panel(fig, ax, rows, h[1], h[0].replace("_", " ")) for h in heats]
+    for quantity, names in heats:
+        title = quantity.replace("_", " ")
+        panels.append(lambda fig, ax, names=names, title=title: _heat_panel(fig, ax, rows, names, title))
+    return panels
 
 # %% ../../nbs/views/01_watch.ipynb #435f50b6
 def plot_run(
     run_dir: Path | str,  # a run's folder; the run may go on
 ) -> Any:  # the matplotlib figure
-    "A run on one page: loss, gradient, rates, speed, codes, and up to six heat maps by layer; InputError where no step was made."
+    "Draw a run on one page: loss, gradient, rates, speed, codes, and up to six heat maps by layer; InputError without a step."
     import matplotlib.pyplot as plt
 
     run = StoredRun(run_dir)
     config, rows = run.stored_config() or {}, rows_of(run)
     if not rows: raise InputError(f"{run.path} has no step to plot")
     panels = _panels(run, rows, COLORS.get(config.get("format") or "none", "black"))
-    fig, axes = plt.subplots(-(-len(panels) // 3), 3, figsize=(11, 2.4 * -(-len(panels) // 3)), layout="constrained", squeeze=False)
+    fig, axes = plt.subplots(-(-len(panels) // 3), 3, figsize=(11, 2.4 * -(-len(panels) // 3)),
+                             layout="constrained", squeeze=False)
     for draw, ax in zip(panels, axes.flat): draw(fig, ax)
     for ax in axes.flat[len(panels) :]: ax.axis("off")
     facts = " ".join(str(config[k]) for k in ("format", "storage", "rule") if config.get(k))

@@ -20,10 +20,12 @@ from ..evidence.instrument import Arm
 from ..evidence.sweep import flags, read_rows
 
 # %% ../../nbs/views/03_workspace.ipynb #e88b775a
-ENDS = ("val_loss", "loss", "grad_norm", "overflow_rate", "underflow_rate", "bit_stall_rate", "tokens_per_s")  # compared over runs
+ENDS = ("val_loss", "loss", "grad_norm", "overflow_rate", "underflow_rate", "bit_stall_rate",
+        "tokens_per_s")  # compared over runs
 FACTS = ("format", "storage", "rule", "lr", "seed")  # of the config, that tell runs apart
 RATES = ("overflow_rate", "underflow_rate", "bit_stall_rate")  # over all weights: in every run, monitored or not
-_LAYERED = ("headroom_octaves", "rms_octaves", "grid_distance", "dead_codes", "entropy_bits", "range_used_octaves", "histogram", "decay_stall_rate",
+_LAYERED = ("headroom_octaves", "rms_octaves", "grid_distance", "dead_codes", "entropy_bits",
+            "range_used_octaves", "histogram", "decay_stall_rate",
             "code_displacement", "snr")  # these have no meaning, or no sum, for a whole model
 
 def panels() -> dict[str, dict[str, list[str]]]:
@@ -32,7 +34,8 @@ def panels() -> dict[str, dict[str, list[str]]]:
     for group in METRICS:
         root = group.path.partition("/")[0] if "/" in group.path else ""
         places = {"": [""], "quantization": [f"quantization/all/{kind}/" for kind in POINTS], "attention": ["attention/all/min/"]}.get(root, [f"{root}/all/"])
-        names = [m.name for m in group.metrics if m.name not in _LAYERED and re.fullmatch(r"\w+", m.name)]
+        names = [m.name for m in group.metrics if m.name not in _LAYERED
+                 and re.fullmatch(r"\w+", m.name)]
         found[root or "training"] = {name: [place + name for place in places] for name in names}
     found["training"] |= {"loss": ["loss", "val_loss"], "perplexity": ["perplexity", "val_perplexity"]} | {name: [name] for name in RATES}
     return found
@@ -42,7 +45,8 @@ def _wandb_packages() -> tuple[Any, Any]:
     try:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
-    except ModuleNotFoundError: raise InputError("a workspace is made with the package wandb-workspaces (pip install 'altgrad[workspace]')") from None
+    except ModuleNotFoundError:
+        raise InputError("a workspace needs the package wandb-workspaces (pip install 'altgrad[workspace]')") from None
     return ws, wr
 
 def _comparison(facts: tuple[str, ...], ends: tuple[str, ...], bars: int) -> Any:
@@ -57,22 +61,27 @@ def _comparison(facts: tuple[str, ...], ends: tuple[str, ...], bars: int) -> Any
 def _lines(name: str, titles: dict[str, list[str]], is_open: bool) -> Any:
     "A section of curves over steps."
     ws, wr = _wandb_packages()
-    return ws.Section(name=name, panels=[wr.LinePlot(title=title, x="Step", y=y) for title, y in titles.items()], is_open=is_open)
+    return ws.Section(name=name,
+                      panels=[wr.LinePlot(title=title, x="Step", y=y) for title, y in titles.items()], is_open=is_open)
 
 def make_workspace(
     entity: str,  # user or team
     project: str = "altgrad",
 ) -> Any:  # a `wandb_workspaces.workspaces.Workspace`; its `save()` sends it
-    "The comparison page of a project: runs grouped by format. Saving it twice makes two. InputError where wandb-workspaces is not installed."
+    "Make the comparison page of a project: runs grouped by format. Saving it twice makes two."
     ws, wr = _wandb_packages()
-    sections = [_comparison(FACTS, ENDS, 3), *(_lines(name, titles, name in ("training", "quantization")) for name, titles in panels().items())]
-    return ws.Workspace(entity=entity, project=project, name="AltGrad", sections=sections, runset_settings=ws.RunsetSettings(groupby=[ws.Config("format")]))
+    sections = [_comparison(FACTS, ENDS, 3),
+                *(_lines(name, titles, name in ("training", "quantization"))
+                  for name, titles in panels().items())]
+    return ws.Workspace(entity=entity, project=project, name="AltGrad", sections=sections,
+                        runset_settings=ws.RunsetSettings(groupby=[ws.Config("format")]))
 
 # %% ../../nbs/views/03_workspace.ipynb #30034661
 def _place(place: str) -> tuple[str, str]:
     "Entity and project; InputError for a text that is not both."
     entity, slash, project = place.partition("/")
-    if not (entity and slash and project) or "/" in project: raise InputError(f"a W&B project is ENTITY/PROJECT, not {place!r}")
+    if not (entity and slash and project) or "/" in project:
+        raise InputError(f"a W&B project is ENTITY/PROJECT, not {place!r}")
     return entity, project
 
 def _need_key() -> None:
@@ -87,24 +96,29 @@ def send_workspace(
     place: str,  # "entity/project"
     make: Any = None,  # of entity and project; `make_workspace` if not given
 ) -> str:  # where it is to be seen
-    "Makes the workspace in a project of W&B; InputError for a place that is none, without a key, and for what W&B answers."
+    "Make the workspace in a project of W&B; InputError for a wrong place, without a key, and for what W&B answers."
     workspace = (make or make_workspace)(*_place(place))
     _need_key()
     try: return workspace.save().url
-    except Exception as e: raise InputError(f"W&B did not take the workspace: {first_line(e)}") from None
+    except Exception as e:
+        raise InputError(f"W&B did not take the workspace: {first_line(e)}") from None
 
 # %% ../../nbs/views/03_workspace.ipynb #01e0f058
 ARM = tuple(f.name for f in fields(Arm))  # the config of a row's run
-OUTCOMES = ("val_loss", "start_loss", "dead_zone", "stall", "flips", "noise", "codes", "code_entropy", "doublings", "sign_changed")  # its summary
-COURSE = ("dead_zone", "stall", "flips", "ulps", "sign_flips", "step_rms", "noise_rms")  # measured every so many steps
+OUTCOMES = ("val_loss", "start_loss", "dead_zone", "stall", "flips", "noise", "codes",
+            "code_entropy", "doublings", "sign_changed")  # its summary
+COURSE = ("dead_zone", "stall", "flips", "ulps", "sign_flips", "step_rms",
+          "noise_rms")  # measured every so many steps
 
 def _history(row: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
     "Steps and what is known of each: the loss every ten steps, the course where it was measured."
     found: dict[int, dict[str, float]] = {}
     every = (row.get("task") or {}).get("every", 20)
-    for i, loss in enumerate(row.get("curve") or ()): found.setdefault(10 * (i + 1), {})["loss"] = loss
+    for i, loss in enumerate(row.get("curve") or ()):
+        found.setdefault(10 * (i + 1), {})["loss"] = loss
     for name in COURSE:
-        for i, v in enumerate((row.get("course") or {}).get(name) or ()): found.setdefault(every * (i + 1), {})[name] = v
+        for i, v in enumerate((row.get("course") or {}).get(name) or ()):
+            found.setdefault(every * (i + 1), {})[name] = v
     return sorted(found.items())
 
 def _send_row(row: dict[str, Any], **how: Any) -> None:
@@ -112,10 +126,12 @@ def _send_row(row: dict[str, Any], **how: Any) -> None:
     import wandb
 
     name = " ".join(str(row[key]) for key in ("format", "storage", "rule", "power", "seed"))
-    facts = dict(id=row["run"], name=name, group=row.get("matrix"), job_type=row["split"], config={k: row[k] for k in ARM})
+    facts = dict(id=row["run"], name=name, group=row.get("matrix"), job_type=row["split"],
+                 config={k: row[k] for k in ARM})
     run = wandb.init(resume="allow", settings=wandb_settings(), **facts, **how)
     for step, values in _history(row): run.log(values, step=step)
-    run.summary.update({k: row[k] for k in OUTCOMES if row.get(k) is not None} | {"flags": ", ".join(flags(row))})
+    run.summary.update({k: row[k] for k in OUTCOMES if row.get(k) is not None}
+                       | {"flags": ", ".join(flags(row))})
     run.finish()
     if how["mode"] == "offline": wandb.teardown()  # only then is the file complete
 
@@ -126,7 +142,7 @@ def send_ledger(
     folder: Path | str,  # for W&B's files, and the list of what was sent to this place
     mode: str = "online",  # or offline: `wandb sync` sends it later
 ) -> int:  # runs sent now
-    "Sends the rows that were not sent before to W&B, each as a run; failed ones are left out. InputError for a place that is none, or without a key."
+    "Send the rows that were not sent before to W&B, each as a run, without failed ones; InputError without a key."
     entity, project = _place(place)
     if mode == "online": _need_key()
     folder, rows = Path(folder), [row for row in read_rows(ledger) if not row.get("error")]
@@ -136,7 +152,8 @@ def send_ledger(
     new = [row for row in rows if row["run"] not in there]
     for row in new:
         try: _send_row(row, entity=entity, project=project, dir=folder, mode=mode)
-        except Exception as e: raise InputError(f"W&B did not take run {row['run']}: {first_line(e)}") from None
+        except Exception as e:
+            raise InputError(f"W&B did not take run {row['run']}: {first_line(e)}") from None
         with open(sent, "a", encoding="utf-8") as file: file.write(f"{row['run']}\n")
     return len(new)
 
@@ -146,6 +163,8 @@ def make_ledger_workspace(
 ) -> Any:  # a `wandb_workspaces.workspaces.Workspace`
     "The comparison page of a ledger that `send_ledger` has sent."
     ws, _ = _wandb_packages()
-    sections = [_comparison(ARM, OUTCOMES, 1), _lines("dynamics", {name: [name] for name in ("loss", *COURSE)}, True)]
+    sections = [_comparison(ARM, OUTCOMES, 1),
+                _lines("dynamics", {name: [name] for name in ("loss", *COURSE)}, True)]
     runs = ws.RunsetSettings(groupby=[ws.Config("format")])
-    return ws.Workspace(entity=entity, project=project, name="AltGrad ledger", sections=sections, runset_settings=runs)
+    return ws.Workspace(entity=entity, project=project, name="AltGrad ledger", sections=sections,
+                        runset_settings=runs)
