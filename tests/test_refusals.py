@@ -22,6 +22,7 @@ from altgrad.numbers.scaling import (
 from altgrad.geometry.interchange import Codes, load_codes, load_model, model_codes, save_codes
 from altgrad.geometry.storage import make_grid_tensor, store_on_grid
 from altgrad.model.surgery import LayerPrecisionRule, Precision, PrecisionConfig, quantize_model
+from altgrad.training.tracking import RunFolder
 
 X = torch.tensor([1.0, 2.0, -3.0])
 WIDE = torch.ones(2, 2)
@@ -433,3 +434,13 @@ def test_2000_damaged_files_are_refused_or_the_same(tmp_path):
             assert len(str(e).splitlines()) == 1 and len(str(e)) <= MESSAGE
         else: assert same_state(found, state)
     assert refusals > 1500
+
+
+# run folders
+
+
+def test_a_line_of_metrics_that_is_too_deep_to_read_is_damage(tmp_path):
+    run = RunFolder(tmp_path)
+    run.metrics_file.write_bytes(b'{"step": 1}\n' + b"[" * 100_000 + b"\n")
+    assert run.whole_steps() == 1
+    assert "damaged in line 2" in refused(run.metrics)

@@ -308,7 +308,7 @@ def _line_ends(path: Path) -> list[int]:
     ends: list[int] = []
     at = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-        try: fits = line.endswith(b"\n") and json.loads(line)["step"] == len(ends) + 1
+        try: fits = line.endswith(b"\n") and parse_json(line)["step"] == len(ends) + 1
         except (ValueError, TypeError, KeyError): fits = False
         if not fits: break
         ends.append(at := at + len(line))
