@@ -444,3 +444,13 @@ def test_a_line_of_metrics_that_is_too_deep_to_read_is_damage(tmp_path):
     run.metrics_file.write_bytes(b'{"step": 1}\n' + b"[" * 100_000 + b"\n")
     assert run.whole_steps() == 1
     assert "damaged in line 2" in refused(run.metrics)
+
+
+@pytest.mark.parametrize("name", [
+    "checkpoints/manifest.json", "checkpoints/step-00000004.pt", "series/parts.json", "series/values-00000002.parquet",
+])
+def test_a_folder_where_a_run_has_a_file(tmp_path, name):
+    run = RunFolder(tmp_path / "r")
+    run.create("name: r\n")
+    (run.path / name).mkdir(parents=True)
+    assert f"{name} is a folder" in refused(run.check, {"name": "r"})

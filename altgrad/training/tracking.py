@@ -277,6 +277,8 @@ def _is_here(folder: RunFolder, config: dict) -> bool:
     check_place(folder.path)
     for path, fits in [(p, p.is_file()) for p in folder._files] + [(p, p.is_dir()) for p in (folder.checkpoints.folder, folder.series_folder)]:
         if os.path.lexists(path) and not fits: raise InputError(f"{path} is not what a run has there; choose another --out or name, or remove it")
+    for path in (p for held in (folder.checkpoints.folder, folder.series_folder) if held.is_dir() for p in held.iterdir()):
+        if path.is_dir(): raise InputError(f"{path} is a folder, where a run has files; choose another --out or name, or remove it")
     if folder.in_use(): raise _in_use(folder.path)
     stored = folder.stored_config()
     if stored is None: return False
