@@ -258,14 +258,15 @@ def plan(
 
 # %% ../../nbs/evidence/01_sweep.ipynb #d6b1b7cb
 _TYPES = {"text": str, "flag": bool, "whole number": int, "mapping": dict, "list": list}
-_VALUES = {"run": "text", "error": "text", "stage": "text", "matrix": "text", "val_loss": "number", "seconds": "number", "stall": "number", "diverged": "flag",
-           "curve": "list", "task": "mapping", "machine": "mapping", "versions": "mapping",
+_TEXTS = ("run", "error", "stage", "matrix", "code", "corpus_sha", "checkpoint_sha", "weights_sha")
+_VALUES = {**dict.fromkeys(_TEXTS, "text"), **dict.fromkeys(("val_loss", "raw_loss", "seconds", "stall"), "number"),
+           **dict.fromkeys(("task", "machine", "versions"), "mapping"), "diverged": "flag", "curve": "list",
            **{f.name: {"str": "text", "float": "number", "int": "whole number"}[getattr(f.type, "__name__", str(f.type))] for f in fields(Arm)}}
 
 _NEEDED = {  # what a row must have, by what it is for
     "row": ("run",),
     "result": ("val_loss",),
-    "replay": (*(f.name for f in fields(Arm)), "task", "corpus_sha", "checkpoint_sha", "weights_sha", "instrument", "diverged"),
+    "replay": (*(f.name for f in fields(Arm)), "task", "corpus_sha", "checkpoint_sha", "weights_sha", "instrument", "diverged", "machine"),
 }
 
 def _missing(row: Mapping[str, Any], *uses: str) -> str | None:
@@ -301,7 +302,8 @@ class Ledger:
 
     def rows(self) -> list[dict[str, Any]]:
         "All whole lines; InputError that names one in the middle that is no row, or any whose values cannot be a run's."
-        if not self.path.is_file(): return []
+        if not os.path.lexists(self.path): return []
+        if not self.path.is_file(): raise InputError(f"{self.path} is not a file")
         try: lines = self.path.read_bytes().split(b"\n")[:-1]
         except OSError as e: raise InputError(f"cannot read {self.path}: {e.strerror}") from None
         rows = [read_line(line) for line in lines]
@@ -546,7 +548,6 @@ def _check_sweep(sweep: Sweep) -> None:
     "InputError for what would end the sweep later: a folder that cannot be written, a text that is missing or too short, a damaged checkpoint."
     check_place(sweep.out)
     check_place(sweep.bench.folder, "choose another --checkpoints")
-    if sweep.ledger.path.exists() and not sweep.ledger.path.is_file(): raise InputError(f"{sweep.ledger.path} is not a file")
     for name in sweep.matrix.checkpoints:
         if os.path.lexists(sweep.bench.file(name)): sweep.bench.state(name)
         else: sweep.bench.corpus(recipe_of(name)[0].corpus)
@@ -715,14 +716,15 @@ def replay(
     kept: Path | None = None,  # folder of stored checkpoints, see `beside`
 ) -> tuple[bool, str]:  # whether it agrees, and a sentence
     "Makes a row's run again and compares; InputError where it cannot be the same run."
-    text = bench.corpus(row["corpus"]).hash
+    arm, task = Arm(**{f.name: row[f.name] for f in fields(Arm)}), Task(**_part(row["task"], "task"))
+    text = bench.corpus(arm.corpus).hash
     if text != row["corpus_sha"]:
         raise InputError(f"the text {row['corpus']!r} has the hash {text[:16]}, the row's text had {row['corpus_sha'][:16]}: another text, no replay")
     if row["instrument"] != VERSION:
         raise InputError(f"the row was made by version {row['instrument']} of the instrument, this is version {VERSION}")
     bench = _bench_of(row, bench, kept)
     build_checkpoint(bench, row["checkpoint"])
-    got = run_arm(Arm(**{f.name: row[f.name] for f in fields(Arm)}), bench.with_task(Task(**row["task"])))
+    got = run_arm(arm, bench.with_task(task))
     here = {"versions": versions(), "commit": git_commit(), "engine": None}
     other = [key for key, now in here.items() if row.get(key) != now]
     return _verdict(row, got, other if _same_cpu(row["machine"]) else ["CPU", *other])
