@@ -178,7 +178,9 @@ def test_identity_is_stable_and_knows_the_text(here):
 
 
 @pytest.mark.parametrize("change, words", [(("tier: 0", "tier: x"), "tier"), (("E4M3", "E9M9"), "unknown format"), (("tiny-0", "huge-0"), "unknown checkpoint"),
-                                           (("corpus: tiny", "corpus: moon"), "no text for the label"), (("name:", "nam:"), "unknown key")])
+                                           (("corpus: tiny", "corpus: moon"), "no text for the label"), (("name:", "nam:"), "unknown key"),
+                                           (("seeds: [1000]", f"seeds: {10**30}"), "tune seeds"), (("seeds: [0]", f"seeds: {10**30}"), "confirm seeds"),
+                                           (("power: 0,", f"power: {10**30},"), "power"), (("power: 0,", "rule: {a: 1},"), "rule must be text")])
 def test_bad_matrix_is_one_line(here, capsys, change, words):
     (here / "bad.yaml").write_text(MATRIX.replace(*change))
     code, said = main(["sweep", str(here / "bad.yaml"), *command(here, "bad")[3:]]), capsys.readouterr()

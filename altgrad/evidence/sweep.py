@@ -39,8 +39,8 @@ from altgrad.basics import (
 from ..training.data import ARCHIVE
 from ..training.tracking import check_place, git_commit, machine, read_line, versions
 from altgrad.evidence.instrument import (
-    SPLITS, VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of, row_identity,
-    run_arm, run_id, validation_pieces,
+    MOST_POWER, SPLITS, VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of,
+    row_identity, run_arm, run_id, validation_pieces,
 )
 
 # %% ../../nbs/evidence/01_sweep.ipynb #0e5558a8
@@ -86,10 +86,10 @@ def _printable(value: Any, what: str) -> str:
     raise InputError(f"{what} must be text in one line, not {value!r}")
 
 def _whole(values: Any, what: str, low: int = 0) -> tuple[int, ...]:
-    "Different whole numbers; InputError otherwise."
+    "Different whole numbers below 2^31; InputError otherwise."
     values = _list(values)
-    if any(type(v) is not int or v < low for v in values) or len(set(values)) < len(values):
-        raise InputError(f"{what} must be different whole numbers of at least {low}, not {str(values)[:100]}")
+    if any(type(v) is not int or not low <= v < 2**31 for v in values) or len(set(values)) < len(values):
+        raise InputError(f"{what} must be different whole numbers from {low} to 2^31 - 1, not {str(values)[:100]}")
     return tuple(values)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #4781b477
@@ -114,7 +114,8 @@ def _powers(given: Any) -> tuple[float, float]:
     "Step and limit of `extend_power`; InputError otherwise."
     powers = {"step": 0, "limit": 0, **_part(given, "extend_power")}
     for key, value in powers.items():
-        if not is_number(value) or not 0 <= value <= 100: raise InputError(f"extend_power {key} must be a number from 0 to 100, not {value!r}")
+        if not is_number(value) or not 0 <= value <= MOST_POWER:
+            raise InputError(f"extend_power {key} must be a number from 0 to {MOST_POWER}, not {value!r}")
     if powers["limit"] > 100 * powers["step"] > 0: raise InputError("extend_power limit must be at most a hundred steps")
     return float(powers["step"]), float(powers["limit"])
 
