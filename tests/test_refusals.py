@@ -195,6 +195,13 @@ def test_weights_that_are_no_floats(dtype):
     assert "dense float tensor" in refused(make_grid_tensor, torch.ones(2).to(dtype), "E4M3", "grid_nearest")
 
 
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "1", None, True], ids=repr)
+def test_a_seed_that_is_none(seed):
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert "seed must be a whole number from 0 to 2^63 - 1" in refused(quantize_model, model, "E4M3", seed=seed)
+    assert type(model[0]) is nn.Linear
+
+
 # files
 
 

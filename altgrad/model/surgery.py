@@ -540,6 +540,7 @@ def quantize_model(
     _refuse_model(model)
     config = _config_of(format, config)
     skip = _globs(skip)
+    if type(seed) is not int or not 0 <= seed < 2**63: raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")
     layers = _layers(model)
     if any(isinstance(m, Quantized) for m in layers): raise InputError("the model is quantized already")
     decided = [(names, m, *_decide(names, m, config, skip)) for m, names in layers.items()]
