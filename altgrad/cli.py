@@ -72,7 +72,9 @@ exit codes: 0 done, 1 a run ended early, 2 something in the request is wrong, 13
 
 # %% ../nbs/cli.ipynb #82424476
 class _OneLineParser(argparse.ArgumentParser):
-    "Reports a usage error as one line."
+    "Reports a usage error as one line; an output that cannot be written ends the help with an error, too."
+    def print_help(self, file: Any = None): print(self.format_help(), end="", file=file, flush=True)
+
     def error(self, message: str):
         if len(message) > 200 or not message.isprintable():
             from altgrad.basics import one_line

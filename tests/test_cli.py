@@ -288,3 +288,10 @@ def test_a_reader_who_leaves_early_sees_no_traceback(env):
     command = f"{ALTGRAD[0]} formats bfloat16 --codes | head -3"
     done = subprocess.run(command, shell=True, env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("bfloat16") and not done.stderr
+
+
+@pytest.mark.parametrize("args", ["--help", "train --help", "formats"])
+def test_an_output_that_is_full_is_one_line(env, args):
+    if not Path("/dev/full").exists(): pytest.skip("there is no /dev/full here")
+    done = subprocess.run(f"{ALTGRAD[0]} {args} > /dev/full", shell=True, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr == "altgrad: the output or the system failed: No space left on device\n"
