@@ -13,6 +13,7 @@ import html
 import json
 import os
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping
@@ -174,9 +175,9 @@ def parse_json(
     try: return json.loads(text, parse_constant=_no_constant)
     except RecursionError: raise ValueError("it is too deep") from None
 
-def is_number(value: object) -> bool:
-    "Whether a value is an int or a float; a bool is none, and neither are infinities and NaN."
-    return type(value) is int or type(value) is float and abs(value) < float("inf")
+def is_number(value: Any) -> bool:
+    "Whether a value is an int or a float that is finite; a bool is none, and neither is an int that no float can hold."
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 # %% ../nbs/basics.ipynb #91b682a6
 def svg_bars(

@@ -124,6 +124,10 @@ class _OneLineParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         return super().format_help() + (f"\n{self.more()}" if self.more else "")
 
+    def print_help(self, file: Any = None) -> None:
+        "As argparse does, but what cannot be written is an error."
+        print(self.format_help(), end="", file=file, flush=True)
+
     def error(self, message: str) -> NoReturn:
         if len(message) > 200 or not message.isprintable():
             from altgrad.basics import one_line

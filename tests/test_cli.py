@@ -201,7 +201,7 @@ def texts(tmp_path):
     ([], "required"),
     (["train", "e4m3_fp8", "--set", "learning_rate=1"], "did you mean"),
     (["train", "e4m3_fp8", "--set", "name=a\nb"], "cannot name a folder"),
-    (["train", "e4m3_fp8", "--set", f"name={'n' * 300}"], "name too long"),
+    (["train", "e4m3_fp8", "--set", f"name={'n' * 300}"], "cannot name a folder"),
     (["train", "e4m3_fp8", "--set", "seed=-1"], "seed must be at least 0"),
 ])
 def test_a_wrong_request_is_one_line_and_writes_nothing(env, texts, args, words):
@@ -288,3 +288,10 @@ def test_a_reader_who_leaves_early_sees_no_traceback(env):
     command = f"{ALTGRAD[0]} formats bfloat16 --codes | head -3"
     done = subprocess.run(command, shell=True, env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("bfloat16") and not done.stderr
+
+
+@pytest.mark.parametrize("args", ["--help", "train --help", "formats"])
+def test_an_output_that_is_full_is_one_line(env, args):
+    if not Path("/dev/full").exists(): pytest.skip("there is no /dev/full here")
+    done = subprocess.run(f"{ALTGRAD[0]} {args} > /dev/full", shell=True, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr == "altgrad: the output or the system failed: No space left on device\n"

@@ -217,6 +217,11 @@ def test_labels_from_parquet_and_by_hash(tmp_path, cache):
     assert sum(len(b) for b in one.bounds.values()) == len([row for row in ROWS if row])
 
 
+def test_a_split_that_is_no_text_is_refused(tmp_path, cache):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": "a", "labels": ["x"], "split": []}) + "\n")
+    refused("of split []; allowed: train", load_labelled, f"path:{tmp_path}/x.jsonl", cache=cache)
+
+
 def test_lex_glue_copies_that_are_not(tmp_path, cache, hub_home):
     refused("no such folder", load_corpus, f"lex_glue/eurlex@{tmp_path}/none", cache=cache)
     (tmp_path / "empty").mkdir()
@@ -419,7 +424,8 @@ def test_a_changed_text_is_another_corpus(tmp_path, cache):
 
 def test_a_damaged_corpus_is_named(cache, laws):
     for damage in (lambda f: (f / "val.bin").write_bytes(b"short"), lambda f: (f / "val.bin").write_bytes(b""),
-                   lambda f: (f / "train.bin").unlink(), lambda f: (f / "corpus.json").write_text("{")):
+                   lambda f: (f / "train.bin").unlink(), lambda f: (f / "corpus.json").write_text("{"),
+                   lambda f: (f / "corpus.json").write_text("[]"), lambda f: (f / "corpus.json").write_text("[" * 100_000)):
         folder = load_corpus(f"path:{laws}", cache=cache).folder
         damage(folder)
         refused("is damaged; delete that folder", load_corpus, f"path:{laws}", cache=cache)

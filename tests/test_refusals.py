@@ -24,6 +24,7 @@ from altgrad.geometry.interchange import Codes, load_codes, load_model, model_co
 from altgrad.geometry.storage import make_grid_tensor, store_on_grid
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
 from altgrad.model.surgery import quantize_model
+from altgrad.training.tracking import RunFolder
 
 X = torch.tensor([1.0, 2.0, -3.0])
 WIDE = torch.ones(2, 2)
@@ -194,6 +195,13 @@ def test_weights_that_are_no_floats(dtype):
     assert type(model[0]) is nn.Linear
     quantize_model(model, "E4M3", skip="1")
     assert "dense float tensor" in refused(make_grid_tensor, torch.ones(2).to(dtype), "E4M3", "grid_nearest")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "1", None, True], ids=repr)
+def test_a_seed_that_is_none(seed):
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert "seed must be a whole number from 0 to 2^63 - 1" in refused(quantize_model, model, "E4M3", seed=seed)
+    assert type(model[0]) is nn.Linear
 
 
 # files
@@ -435,3 +443,23 @@ def test_2000_damaged_files_are_refused_or_the_same(tmp_path):
             assert len(str(e).splitlines()) == 1 and len(str(e)) <= MESSAGE
         else: assert same_state(found, state)
     assert refusals > 1500
+
+
+# run folders
+
+
+def test_a_line_of_metrics_that_is_too_deep_to_read_is_damage(tmp_path):
+    run = RunFolder(tmp_path)
+    run.metrics_file.write_bytes(b'{"step": 1}\n' + b"[" * 100_000 + b"\n")
+    assert run.whole_steps() == 1
+    assert "damaged in line 2" in refused(run.metrics)
+
+
+@pytest.mark.parametrize("name", [
+    "checkpoints/manifest.json", "checkpoints/step-00000004.pt", "series/parts.json", "series/values-00000002.parquet",
+])
+def test_a_folder_where_a_run_has_a_file(tmp_path, name):
+    run = RunFolder(tmp_path / "r")
+    run.create("name: r\n")
+    (run.path / name).mkdir(parents=True)
+    assert f"{name} is a folder" in refused(run.check, {"name": "r"})

@@ -13,8 +13,8 @@ from altgrad.basics import InputError
 from altgrad.training.tracking import git_commit
 from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, identity, run_id
 from altgrad.evidence.sweep import (
-    Job, Ledger, Loss, Sweep, Workers, _results, compact, find_row, plan, read_matrix, read_rows,
-    replay,
+    Job, Ledger, Loss, Sweep, Workers, _results, check_row, compact, find_row, plan, read_matrix,
+    read_rows, replay,
 )
 from altgrad.cli import main
 from tiny import HEAD, TEXT
@@ -148,6 +148,25 @@ def test_replay(here, whole, capsys):
     assert code == 0 and "bit for bit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("key, value, words", [
+    ("task", {"stepps": 1}, "did you mean steps"), ("task", {"steps": 0}, "steps"), ("rule", "none", "unknown rule"),
+])
+def test_a_row_that_no_run_wrote_is_not_replayed(here, whole, key, value, words):
+    row = find_row(Ledger(here / "one").rows(), next(iter(whole)))
+    with pytest.raises(InputError, match=words): replay({**row, key: value}, bench(here))
+
+
+@pytest.mark.parametrize("key, value", [("corpus_sha", 7), ("code", []), ("raw_loss", "x"), ("machine", 7)])
+def test_a_value_that_no_run_wrote_is_damage(key, value):
+    row = {"run": "a", "val_loss": 2.5, key: value}
+    with pytest.raises(InputError, match=f"{key} must be a"): check_row(row, "ledger.jsonl is damaged in line 1")
+
+
+def test_a_link_to_itself_is_no_ledger(tmp_path):
+    (tmp_path / "ledger.jsonl").symlink_to(tmp_path / "ledger.jsonl")
+    with pytest.raises(InputError, match="is not a file"): Ledger(tmp_path).rows()
+
+
 def test_identity_is_stable_and_knows_the_text(here):
     arm = Arm(checkpoint="tiny-0", corpus="tiny")
     facts = {**identity(arm, bench(here)), "checkpoint_sha": "0" * 64, "corpus_sha": "1" * 64, "instrument": 1}
@@ -159,7 +178,9 @@ def test_identity_is_stable_and_knows_the_text(here):
 
 
 @pytest.mark.parametrize("change, words", [(("tier: 0", "tier: x"), "tier"), (("E4M3", "E9M9"), "unknown format"), (("tiny-0", "huge-0"), "unknown checkpoint"),
-                                           (("corpus: tiny", "corpus: moon"), "no text for the label"), (("name:", "nam:"), "unknown key")])
+                                           (("corpus: tiny", "corpus: moon"), "no text for the label"), (("name:", "nam:"), "unknown key"),
+                                           (("seeds: [1000]", f"seeds: {10**30}"), "tune seeds"), (("seeds: [0]", f"seeds: {10**30}"), "confirm seeds"),
+                                           (("power: 0,", f"power: {10**30},"), "power"), (("power: 0,", "rule: {a: 1},"), "rule must be text")])
 def test_bad_matrix_is_one_line(here, capsys, change, words):
     (here / "bad.yaml").write_text(MATRIX.replace(*change))
     code, said = main(["sweep", str(here / "bad.yaml"), *command(here, "bad")[3:]]), capsys.readouterr()

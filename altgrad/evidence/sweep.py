@@ -39,8 +39,8 @@ from altgrad.basics import (
 from ..training.data import ARCHIVE
 from ..training.tracking import check_place, git_commit, machine, read_line, versions
 from altgrad.evidence.instrument import (
-    SPLITS, VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of, row_identity,
-    run_arm, run_id, validation_pieces,
+    MOST_POWER, SPLITS, VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of,
+    row_identity, run_arm, run_id, validation_pieces,
 )
 
 # %% ../../nbs/evidence/01_sweep.ipynb #0e5558a8
@@ -90,10 +90,10 @@ def _printable(value: Any, what: str) -> str:
     raise InputError(f"{what} must be text in one line, not {value!r}")
 
 def _whole(values: Any, what: str, low: int = 0) -> tuple[int, ...]:
-    "Different whole numbers; InputError otherwise."
+    "Different whole numbers below 2^31; InputError otherwise."
     values = _list(values)
-    if any(type(v) is not int or v < low for v in values) or len(set(values)) < len(values):
-        raise InputError(f"{what} must be different whole numbers of at least {low}, not {str(values)[:100]}")
+    if any(type(v) is not int or not low <= v < 2**31 for v in values) or len(set(values)) < len(values):
+        raise InputError(f"{what} must be different whole numbers from {low} to 2^31 - 1, not {str(values)[:100]}")
     return tuple(values)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #4781b477
@@ -124,8 +124,8 @@ def _powers(given: Any) -> tuple[float, float]:
     "Step and limit of `extend_power`; InputError otherwise."
     powers = {"step": 0, "limit": 0, **_part(given, "extend_power")}
     for key, value in powers.items():
-        if not is_number(value) or not 0 <= value <= 100:
-            raise InputError(f"extend_power {key} must be a number from 0 to 100, not {value!r}")
+        if not is_number(value) or not 0 <= value <= MOST_POWER:
+            raise InputError(f"extend_power {key} must be a number from 0 to {MOST_POWER}, not {value!r}")
     if powers["limit"] > 100 * powers["step"] > 0:
         raise InputError("extend_power limit must be at most a hundred steps")
     return float(powers["step"]), float(powers["limit"])
@@ -295,15 +295,16 @@ def plan(
 
 # %% ../../nbs/evidence/01_sweep.ipynb #d6b1b7cb
 _TYPES = {"text": str, "flag": bool, "whole number": int, "mapping": dict, "list": list}
-_VALUES = {"run": "text", "error": "text", "stage": "text", "matrix": "text", "val_loss": "number",
-           "seconds": "number", "stall": "number", "diverged": "flag",
-           "curve": "list", "task": "mapping", "machine": "mapping", "versions": "mapping",
+_TEXTS = ("run", "error", "stage", "matrix", "code", "corpus_sha", "checkpoint_sha", "weights_sha")
+_NUMBERS = ("val_loss", "raw_loss", "seconds", "stall")
+_VALUES = {**dict.fromkeys(_TEXTS, "text"), **dict.fromkeys(_NUMBERS, "number"),
+           **dict.fromkeys(("task", "machine", "versions"), "mapping"), "diverged": "flag", "curve": "list",
            **{f.name: {"str": "text", "float": "number", "int": "whole number"}[getattr(f.type, "__name__", str(f.type))] for f in fields(Arm)}}
 
 _NEEDED = {  # what a row must have, by what it is for
     "row": ("run",),
     "result": ("val_loss",),
-    "replay": (*(f.name for f in fields(Arm)), "task", "corpus_sha", "checkpoint_sha", "weights_sha", "instrument", "diverged"),
+    "replay": (*(f.name for f in fields(Arm)), "task", "corpus_sha", "checkpoint_sha", "weights_sha", "instrument", "diverged", "machine"),
 }
 
 def _missing(row: Mapping[str, Any], *uses: str) -> str | None:
@@ -342,7 +343,8 @@ class Ledger:
 
     def rows(self) -> list[dict[str, Any]]:
         "All whole lines; InputError that names a line that is no row, or whose values cannot be a run's."
-        if not self.path.is_file(): return []
+        if not os.path.lexists(self.path): return []
+        if not self.path.is_file(): raise InputError(f"{self.path} is not a file")
         try: lines = self.path.read_bytes().split(b"\n")[:-1]
         except OSError as e: raise InputError(f"cannot read {self.path}: {e.strerror}") from None
         rows = [read_line(line) for line in lines]
@@ -630,8 +632,6 @@ def _check_sweep(sweep: Sweep) -> None:
     "InputError for what would end the sweep later: a folder that cannot be written, a text that is missing or too short."
     check_place(sweep.out)
     check_place(sweep.bench.folder, "choose another --checkpoints")
-    if sweep.ledger.path.exists() and not sweep.ledger.path.is_file():
-        raise InputError(f"{sweep.ledger.path} is not a file")
     for name in sweep.matrix.checkpoints:
         if os.path.lexists(sweep.bench.file(name)): sweep.bench.state(name)
         else: sweep.bench.corpus(recipe_of(name)[0].corpus)
@@ -821,7 +821,8 @@ def replay(
     kept: Path | None = None,  # folder of stored checkpoints, see `beside`
 ) -> tuple[bool, str]:  # whether it agrees, and a sentence
     "Makes a row's run again and compares; InputError where it cannot be the same run."
-    text = bench.corpus(row["corpus"]).hash
+    arm, task = Arm(**{f.name: row[f.name] for f in fields(Arm)}), Task(**_part(row["task"], "task"))
+    text = bench.corpus(arm.corpus).hash
     if text != row["corpus_sha"]:
         raise InputError(f"the text {row['corpus']!r} has the hash {text[:16]}, "
                          f"the row's text had {row['corpus_sha'][:16]}: another text, no replay")
@@ -829,8 +830,7 @@ def replay(
         raise InputError(f"the row was made by version {row['instrument']} of the instrument, this is version {VERSION}")
     bench = _bench_of(row, bench, kept)
     build_checkpoint(bench, row["checkpoint"])
-    got = run_arm(Arm(**{f.name: row[f.name] for f in fields(Arm)}),
-                  bench.with_task(Task(**row["task"])))
+    got = run_arm(arm, bench.with_task(task))
     here = {"versions": versions(), "commit": git_commit(), "engine": None}
     other = [key for key, now in here.items() if row.get(key) != now]
     return _verdict(row, got, other if _same_cpu(row["machine"]) else ["CPU", *other])

@@ -262,6 +262,8 @@ def quantize_model(
 ) -> QuantizationReport:
     "Makes layers round what rules say; InputError, and an untouched model, if the request is wrong."
     _refuse_model(model)
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")
     decisions = _decisions(model, _config_of(format, config), _globs(skip))
     parameters = _manifold_parameters(decisions, manifold)
     _install(model, parameters)

@@ -188,8 +188,9 @@ def _check_config(c: TrainConfig) -> None:
     if tokens > MAX_TOKENS:
         raise InputError(f"batch_size * block_size is {tokens:,} tokens, at most {MAX_TOKENS:,} are allowed; "
                          "grad_accum adds up more")
-    if not c.name.isprintable() or not c.name or set(c.name) & set("/\\") or c.name.startswith("."):
-        raise InputError(f"name {c.name!r} cannot name a folder")
+    odd = not c.name.isprintable() or set(c.name) & set("/\\") or c.name.startswith(".")
+    if not c.name or odd or len(c.name.encode()) > 255:
+        raise InputError(f"name {_brief(c.name)} cannot name a folder")
     if c.format is not None and not (get_format(c.format).signed and get_format(c.format).has_zero):
         raise InputError(f"format {c.format} cannot hold weights: it must have a sign and a zero")
     preset(c.model)

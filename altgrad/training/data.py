@@ -36,7 +36,7 @@ import platformdirs
 import torch
 from torch import Tensor
 
-from ..basics import InputError, one_line, unknown
+from ..basics import InputError, one_line, parse_json, unknown
 
 # %% ../../nbs/training/00_data.ipynb #733444b6
 TEXT_KINDS = "UTF-8 text without NUL bytes, .jsonl or .parquet with a 'text' column"
@@ -469,10 +469,10 @@ def _open_folder(
 ) -> tuple[dict, dict[str, np.memmap]]:  # corpus.json, and each split's tokens
     "Maps a prepared folder into memory; InputError if it is damaged."
     try:
-        facts = json.loads((folder / "corpus.json").read_text())
+        facts = parse_json((folder / "corpus.json").read_text())
         tokens = {s: np.memmap(folder / f"{s}.bin", dtype=dtype, mode="r") for s in SPLITS}
         whole = all(len(tokens[s]) == facts[f"{s}_tokens"] for s in SPLITS)
-    except (OSError, ValueError, KeyError): whole = False
+    except (OSError, ValueError, KeyError, TypeError): whole = False
     if not whole:
         raise InputError(f"the prepared corpus in {str(folder)!r} is damaged; delete that folder and start again")
     return facts, tokens
@@ -613,7 +613,7 @@ def _labelled(rows: Callable[[], Iterator[tuple[str, dict]]]) -> Iterator[tuple[
         text, labels, split = _row_text(row.get("text"), where), row.get("labels"), row.get("data_type") or row.get("split")
         if not (isinstance(labels, (list, tuple)) and all(isinstance(label, (str, int)) for label in labels)):
             raise InputError(f"{where}: 'labels' is {one_line(labels, 60)}; allowed: a list of names or numbers")
-        if split is not None and split not in SPLIT_NAMES: raise InputError(f"{where} is of split {split!r}; allowed: {', '.join(SPLIT_NAMES)}")
+        if split is not None and str(split) not in SPLIT_NAMES: raise InputError(f"{where} is of split {split!r}; allowed: {', '.join(SPLIT_NAMES)}")
         position = _position(text) if split is None else SPLIT_NAMES[split]
         if text and position is not None: yield position, text, {str(label) for label in labels}
 

@@ -303,6 +303,10 @@ def _is_here(folder: RunFolder, config: dict) -> bool:
                                                                    for p in (folder.checkpoints.folder, folder.series_folder)]:
         if os.path.lexists(path) and not fits:
             raise InputError(f"{path} is not what a run has there; choose another --out or name, or remove it")
+    for held in (folder.checkpoints.folder, folder.series_folder):
+        for path in held.iterdir() if held.is_dir() else ():
+            if path.is_dir():
+                raise InputError(f"{path} is a folder, where a run has files; choose another --out or name, or remove it")
     if folder.in_use(): raise _in_use(folder.path)
     stored = folder.stored_config()
     if stored is None: return False
@@ -335,7 +339,7 @@ def _line_ends(path: Path) -> list[int]:
     ends: list[int] = []
     at = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-        try: fits = line.endswith(b"\n") and json.loads(line)["step"] == len(ends) + 1
+        try: fits = line.endswith(b"\n") and parse_json(line)["step"] == len(ends) + 1
         except (ValueError, TypeError, KeyError): fits = False
         if not fits: break
         ends.append(at := at + len(line))

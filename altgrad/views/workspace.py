@@ -88,9 +88,10 @@ def _need_key() -> None:
     "InputError where W&B has no key."
     import wandb
 
+    wandb.setup(settings=wandb_settings())  # silent: one line is enough
     try: key = wandb.login(prompt=False)
     except Exception: key = False
-    if not key: raise InputError("W&B has no key here: run `wandb login`, or set WANDB_API_KEY")
+    if not key: raise InputError("W&B is offline here, or has no key: run `wandb login`, or set WANDB_API_KEY")
 
 def send_workspace(
     place: str,  # "entity/project"
@@ -144,8 +145,8 @@ def send_ledger(
 ) -> int:  # runs sent now
     "Send the rows that were not sent before to W&B, each as a run, without failed ones; InputError without a key."
     entity, project = _place(place)
-    if mode == "online": _need_key()
     folder, rows = Path(folder), [row for row in read_rows(ledger) if not row.get("error")]
+    if mode == "online": _need_key()
     sent = folder / f"sent-{entity}-{project}.txt"
     folder.mkdir(parents=True, exist_ok=True)
     there = set(sent.read_text(encoding="utf-8").split()) if sent.is_file() else set()

@@ -68,7 +68,7 @@ def cases(rng) -> Iterator[Case]:
         yield Case("formats", f"scale tensor {value}", partial(_quantize, x, {"scale": partial(torch.tensor, value)}))
         yield Case("formats", f"scale tensor of three, one {value}", partial(_quantize, x, {"scale": partial(torch.tensor, [1.0, value, 1.0])}))
     for value in (1.5, "a", [1], True): yield Case("formats", f"key {value!r}", partial(_quantize, x, {"rounding": "stochastic", "key": value}))
-    for kwargs in ({"random_bits": True}, {"random_bits": 0}, {"random_bits": -1}, {"random_bits": 99}, {"random_bits": "8"}, {"rounding": "up"},
+    for kwargs in ({"random_bits": True}, {"random_bits": 0}, {"random_bits": -1}, {"random_bits": 99}, {"random_bits": "8"}, {"rounding": "upwards"},
         {"rounding": None}, {"rounding": 1}, {"overflow": "wrap"}, {"overflow": None}, {"fmt": None}, {"fmt": "E9"}, {"fmt": 8}):
         yield Case("formats", f"fake_quantize {kwargs!r}", partial(_quantize, x, kwargs))
     for name in EIGHT_BIT:

@@ -21,7 +21,7 @@ task: {steps: 12, batch_size: 4, warmup: 2, chunks: 4, windows: 2, every: 4}
 """
 BAD = (None, True, -1, 1.5, float("nan"), float("inf"), "x", "", [], [[1]], {"a": 1}, "\x1b[2J", "x" * 5000, 10**30)
 PLACES = {  # where a value stands, and which of the bad ones are good there
-    ("name",): ("x", "x" * 5000), ("tier",): (10**30,), ("corpus",): ("x", "x" * 5000), ("checkpoints",): (), ("arms",): (), ("tune",): (),
+    ("name",): ("x", "x" * 5000), ("tier",): (), ("corpus",): ("x", "x" * 5000), ("checkpoints",): (), ("arms",): (), ("tune",): (),
     ("confirm",): (), ("extend_power",): (), ("task",): (),
     ("tune", "seeds"): (), ("tune", "points"): (), ("tune", "most"): (), ("confirm", "seeds"): (), ("extend_power", "step"): (1.5,),
     ("extend_power", "limit"): (1.5,),
@@ -35,9 +35,10 @@ MORE = {("task", "steps"): (0, "12", 10**9), ("task", "batch_size"): (0, 2**62),
         ("task", "beta1"): (1, 2), ("task", "beta2"): (1, -0.5), ("task", "eps"): (0, 2), ("tune", "points"): (2, 4, 10**9), ("tune", "most"): (1, 10**9),
         ("tune", "seeds"): ([1, 1], [0], [1.0], [-1], 0),
         ("confirm", "seeds"): ([1000], [1, 1], ["0"], [True]),
-        ("checkpoints",): (["tiny-0", "tiny-0"], "huge-0", ["tiny-x"], ["tiny-0", "tiny-1"], "../tiny-0", ["tiny-0", None], "tiny-\u0660x"),
+        ("checkpoints",): (["tiny-0", "tiny-0"], "huge-0", "tiny-" + "9" * 500,
+        ["tiny-x"], ["tiny-0", "tiny-1"], "../tiny-0", ["tiny-0", None], "tiny-\u0660x"),
         ("extend_power", "step"): (-0.5, 1000, 1e-9), ("extend_power", "limit"): (-2, 1e9), ("arms",): ([{}], [1], "E4M3", [None]),
-        ("arms", 0, "lr"): (0, 1e300, [0.1, 0.2], "1e-3"),
+        ("arms", 0, "power"): (101, -1e9), ("arms", 0, "lr"): (0, 1e300, [0.1, 0.2], "1e-3"),
         ("arms", 0, "format"): (["E4M3", "E4M3"], "bfloat16", ["E4M3", 8], "E9M9"), ("arms", 0, "storage"): (["fp32", "fp16"], ["fp32", "fp32"]),
         ("arms", 0, "rule"): ("muon", "sgd"),
         ("arms", 0, "exclude"): ([{"nonsense": 1}], "x", [[]], {"format": "E4M3"}), ("corpus",): (["a", "b"],)}
@@ -62,12 +63,13 @@ def _wrong(text: str, place: Place) -> None:
     refused(read_matrix, text)
 
 
-def _wrong_command(text: str, place: Place) -> None:
+def _wrong_command(text: str, place: Place, words: str = "") -> None:
     "A dry run does not say yes either, and makes nothing."
     path = place.folder / "m.yaml"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    refused_command("sweep", path, "--out", place.folder / "out", "--dry-run", "--checkpoints", place.folder / "checkpoints", "--corpus",
+    said = refused_command("sweep", path, "--out", place.folder / "out", "--dry-run", "--checkpoints", place.folder / "checkpoints", "--corpus",
         f"tiny=path:{place.base}/text.txt")
+    assert words in said, said
     assert {p.name for p in place.folder.iterdir()} == {"m.yaml"}
 
 
@@ -91,10 +93,11 @@ def _mutated(text: bytes, place: Place) -> None:
 
 
 def _large(axes: int, place: Place) -> None:
+    "More arms than are allowed; a thousand in two storages are not, so there are two formats, too."
     keys = ("power", "floor_octaves", "placement")[:axes]
     entry = "".join(f"    {key}: [{', '.join(map(str, range(1000)))}]\n" for key in keys)
     _wrong_command(MATRIX.replace("  - {format: E4M3, storage: [fp32, grid_stochastic], power: [0, 1], lr: 0.01}\n",
-        f"  - format: E4M3\n    storage: [fp32, master]\n{entry}    lr: 0.1\n"), place)
+        f"  - format: [E4M3, E5M2]\n    storage: [fp32, master]\n{entry}    lr: 0.1\n"), place, "arms; allowed: at most")
 
 
 def _dry(place: Place) -> None:

@@ -70,7 +70,7 @@ def cases(rng) -> Iterator[Case]:
     for fmt in ("E9M9", "", None, 8, "float8_e8m0fnu", "E4M3b7fnu", [], True, "x" * 10**5): yield Case("models", f"format {str(fmt)[:20]!r}",
         partial(_wrong, _plain, (fmt,), {}))
     for skip in (3, 1.5, True, [3], [None], {"a": 1}): yield Case("models", f"skip {skip!r}", partial(_wrong, _plain, ("E4M3",), {"skip": skip}))
-    for seed in (-1, 1.5, "1", None, 2**64): yield Case("models", f"seed {seed!r}", partial(_wrong, _plain, ("E4M3",), {"seed": seed}))
+    for seed in (-1, 1.5, "1", None, True, 2**63, 2**64): yield Case("models", f"seed {seed!r}", partial(_wrong, _plain, ("E4M3",), {"seed": seed}))
     for config in ("x", 3, [], {}): yield Case("models", f"config {config!r}", partial(_wrong, _plain, (), {"config": config}))
     for storage in ("", "grid_nearest", "grid_stochastic", "grid_residual2", "grid_residual4", "grid_residual8", "bf16"): yield Case("models",
         f"state_dict of {storage or 'master'}", partial(_stored, storage), right=True)
