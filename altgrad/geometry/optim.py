@@ -87,9 +87,11 @@ def _check_common(group: dict[str, Any]) -> None:
     for p in group["params"]:
         if p.dtype not in (torch.float32, torch.float64): raise InputError(f"update rules take float32 or float64 parameters, not {p.dtype}")
 
-# %% ../../nbs/geometry/03_optim.ipynb #daea6564
-class _Groups(torch.optim.Optimizer):
-    "Groups with a format and settings that are checked, and a state that is plain."
+# %% ../../nbs/geometry/03_optim.ipynb #daea6565
+class GeometryOptimizer(torch.optim.Optimizer):
+    "The frame of all rules; a subclass says which moments a parameter has, and how it moves."
+    stacked: ClassVar[Mapping[str, Stacked]] = {}  # by placement; a subclass does not inherit it, see `stacked_of`
+
     def add_param_group(self, group: dict[str, Any]) -> None:
         "Adds parameters with settings of their own; InputError for a bad one."
         super().add_param_group(group)
@@ -116,11 +118,6 @@ class _Groups(torch.optim.Optimizer):
 
     def check(self, group: dict[str, Any]) -> None:
         "InputError for a setting that this rule cannot take."
-
-# %% ../../nbs/geometry/03_optim.ipynb #daea6565
-class GeometryOptimizer(_Groups):
-    "The frame of all rules; a subclass says which moments a parameter has, and how it moves."
-    stacked: ClassVar[Mapping[str, Stacked]] = {}  # by placement; a subclass does not inherit it, see `stacked_of`
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         "Names of the full-size tensors in a parameter's state; they start as zeros."
@@ -253,8 +250,31 @@ def _decay_and_add_pass(w, step, ratio, numbers):
 # %% ../../nbs/geometry/03_optim.ipynb #be27ada1
 PLACEMENTS = ("update", "gradient")
 
-class _BentAdam(GeometryOptimizer):
-    "What a step of `StiffnessAdamW` is."
+# %% ../../nbs/geometry/03_optim.ipynb #bf8eaf28
+class StiffnessAdamW(GeometryOptimizer):
+    "AdamW with the stiffness to a power, on the update or on the gradient; power 0 and a constant stiffness are torch's AdamW, bit for bit."
+    def __init__(
+        self,
+        params: Iterable,  # float32 or float64 parameters, or groups of them
+        fmt: FP8Format | str,  # whose stiffness
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),  # of the two moments
+        eps: float = 1e-8,  # in units of the (changed) gradient
+        weight_decay: float = 1e-2,  # decoupled; not multiplied by the stiffness
+        *,
+        power: float = 1.0,  # p of S^p, any real number
+        placement: str = "update",  # one of `PLACEMENTS`
+        normalize: bool = True,  # bring the changed update (or gradient) to the RMS of the unchanged one, per tensor
+        damping: float = 0.0,  # absolute floor of S, in units of the format
+        floor_octaves: float | None = None,  # relative floor of S, see `stiffness_floor`
+        formula: str = "ulp",  # see `stiffness`
+        skip_nonfinite: bool = False,  # leave everything as it is when a gradient is not finite (waits for the device)
+        compiled: bool = False,  # use torch.compile
+    ):
+        super().__init__(params, dict(
+            fmt=fmt, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, power=power, placement=placement, normalize=normalize,
+            damping=damping, floor_octaves=floor_octaves, formula=formula, skip_nonfinite=skip_nonfinite, compiled=compiled))
+
     def check(self, group: dict[str, Any]) -> None:
         if group["placement"] not in PLACEMENTS: raise unknown("placement", group["placement"], PLACEMENTS)
         _check_stiffness(group)
@@ -278,31 +298,6 @@ class _BentAdam(GeometryOptimizer):
             ratio = _run(group, _bent_adam_pass, w, g, *moments, numbers, *how)
             _run(group, _decay_and_add_pass, w, spare, ratio, numbers)
         else: raise unknown("placement", group["placement"], PLACEMENTS)
-
-# %% ../../nbs/geometry/03_optim.ipynb #bf8eaf28
-class StiffnessAdamW(_BentAdam):
-    "AdamW with the stiffness to a power, on the update or on the gradient; power 0 and a constant stiffness are torch's AdamW, bit for bit."
-    def __init__(
-        self,
-        params: Iterable,  # float32 or float64 parameters, or groups of them
-        fmt: FP8Format | str,  # whose stiffness
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),  # of the two moments
-        eps: float = 1e-8,  # in units of the (changed) gradient
-        weight_decay: float = 1e-2,  # decoupled; not multiplied by the stiffness
-        *,
-        power: float = 1.0,  # p of S^p, any real number
-        placement: str = "update",  # one of `PLACEMENTS`
-        normalize: bool = True,  # bring the changed update (or gradient) to the RMS of the unchanged one, per tensor
-        damping: float = 0.0,  # absolute floor of S, in units of the format
-        floor_octaves: float | None = None,  # relative floor of S, see `stiffness_floor`
-        formula: str = "ulp",  # see `stiffness`
-        skip_nonfinite: bool = False,  # leave everything as it is when a gradient is not finite (waits for the device)
-        compiled: bool = False,  # use torch.compile
-    ):
-        super().__init__(params, dict(
-            fmt=fmt, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, power=power, placement=placement, normalize=normalize,
-            damping=damping, floor_octaves=floor_octaves, formula=formula, skip_nonfinite=skip_nonfinite, compiled=compiled))
 
 # %% ../../nbs/geometry/03_optim.ipynb #df120454
 def _bent_sgd_pass(w, g, buffer, numbers, *bend):

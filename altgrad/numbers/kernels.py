@@ -113,7 +113,7 @@ def _neighbour(y: Tensor, r: Tensor, u: Tensor, rounding: str, noise: Tensor | N
     inwards = r.abs().sub_(y.abs()).sign_().clamp_(min=0)
     low = r.sub_(inwards.mul_(u.copysign_(y)))
     if rounding == "toward_zero": return low
-    outwards = (y - low).abs_().sub_(threshold).sign_().clamp_(min=0)
+    outwards = (y - low).abs_().sub_(threshold).sign_().clamp_(min=0)  # type: ignore[arg-type]
     return low.add_(outwards.mul_(u))
 
 def _rounded(y: Tensor, g: Grid, how: How, noise: Tensor | None, first: Callable) -> Tensor:
@@ -166,11 +166,11 @@ def kernel(
 ) -> Tensor:  # of the shape of `x`
     "q(x / scale), times the scale if asked, in the dtype that computes; the result is new memory."
     x = x.to(torch.float64 if how.out == torch.float64 else torch.float32)
-    z = x if how.scaling == "none" else x / scale if how.scaling == "divide" else x * inverse
+    z = x if how.scaling == "none" else x / scale if how.scaling == "divide" else x * inverse  # type: ignore[operator]
     q = limited(z.double() if how.wide else z, g, how, noise, first)
     if how.overflow == "mask": return q
     q = q.to(x.dtype)
-    if how.multiply and how.scaling != "none": q = q.mul_(scale)
+    if how.multiply and how.scaling != "none": q = q.mul_(scale)  # type: ignore[arg-type]
     limit = torch.finfo(how.out).max
     return q.clamp(-limit, limit).copysign_(q) if how.clip else q
 
@@ -189,7 +189,8 @@ def rounding_key(
     tensor: int = 0,  # number of the tensor in its model
 ) -> int | Tensor:  # 62 bits; a tensor if `step` is one
     "A key for stochastic rounding: different for every seed, step and tensor."
-    low = high = 0  # two words, because a tensor meets no number beyond int64 then
+    low: Any = 0  # two words, because a tensor meets no number beyond int64 then
+    high: Any = 0
     for word in (seed & _M32, seed >> 32 & _M32, step & _M32, tensor & _M32):
         low, high = _mix((low ^ word) + 0x9E3779B9 & _M32), _mix(high ^ word * 3 + 0x85EBCA6B & _M32)
     return (low | high << 32) & (1 << 62) - 1
@@ -277,7 +278,7 @@ def _eager(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Grid, how
     return out
 
 # %% ../../nbs/numbers/02_kernels.ipynb #e2f13af1
-STRICT = {"cpu": {"cpp.enable_floating_point_contract_flag": "off", "cpp.enable_unsafe_math_opt_flag": False},
+STRICT: dict[str, dict[str, Any]] = {"cpu": {"cpp.enable_floating_point_contract_flag": "off", "cpp.enable_unsafe_math_opt_flag": False},
            "cuda": {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}}  # the first also keeps products and sums apart
 
 @cache
@@ -285,8 +286,11 @@ def _compiled(how: How, device: str) -> Callable:
     "The kernel for `how`, compiled when first called."
     def body(x: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Tensor, words: Tensor | None) -> Tensor:
         noise = None
-        if words is not None: noise = _draw(torch.arange(x.numel(), dtype=torch.int32, device=x.device), words.unbind(), how.random_bits).view(x.shape)
-        y = kernel(x, scale, inverse, Grid(*numbers.unbind()), how, noise, unit_in_first_place)
+        if words is not None:
+            index = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
+            noise = _draw(index, words.unbind(), how.random_bits).view(x.shape)
+        g = Grid(*numbers.unbind())  # type: ignore[arg-type]
+        y = kernel(x, scale, inverse, g, how, noise, unit_in_first_place)
         return y if how.overflow == "mask" else y.to(how.out)
 
     own = FunctionType(body.__code__.replace(co_name=f"kernel_{how.rounding}"), body.__globals__, closure=body.__closure__)
@@ -304,8 +308,8 @@ def numbers_of(
 # %% ../../nbs/numbers/02_kernels.ipynb #df7b91e9
 PATHS = ("auto", "eager", "compiled")
 _FROM = 1 << 16  # elements of a tensor from which on a compiled kernel is faster
-_AFTER = {"cpu": 1 << 32, "cuda": 0}  # elements of such tensors rounded eagerly, some ten seconds, after which `auto` takes the time to compile
-state = {"path": "auto", "broken": False, "rounded": 0}
+_AFTER = {"cpu": 1 << 32, "cuda": 0}  # elements of such tensors rounded eagerly, some ten seconds, before `auto` compiles
+state: dict[str, Any] = {"path": "auto", "broken": False, "rounded": 0}
 
 def set_path(
     path: str,  # auto: by size and device, when enough was rounded to make up for compiling; eager; compiled: for every size, at once
@@ -428,8 +432,9 @@ def _run(x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP8Form
     if overflow == "raise": _refuse_overflow(_run(x, scale, key, fmt, options._replace(overflow="mask")), fmt)
     scaling, s, inverse = scaling_of(scale)
     g, how, top = plan(fmt, x.dtype, rounding, overflow, random_bits, multiply, scaling)
-    if top < math.inf and (multiply and s is None or not abs(s if multiply else 1.0) < top): how = how._replace(clip=True)
-    noise = batch_noise(x, key, batch, random_bits) if batch and key is not None else None
+    reach = 1.0 if not multiply else math.inf if s is None else abs(s)
+    if top < math.inf and not reach < top: how = how._replace(clip=True)
+    noise = batch_noise(x, key, batch, random_bits) if batch and key is not None else None  # type: ignore[arg-type]
     if isinstance(key, Tensor) and key.device.type == "cpu": key = int(key) if noise is None else None
     flat, scale, noise = flat_of(x if x.is_contiguous() else x.contiguous(), scale, noise)
     words = None if key is None or noise is not None else words_of(key)
@@ -540,8 +545,8 @@ def is_readable(
 
 def estimate(
     x: Tensor,  # of any shape
-    scale: Tensor | None,  # from `as_scale`
-    key: int | Tensor | None,  # of stochastic rounding
+    scale: Tensor | None,  # from `as_scale`, broadcasts to `x`
+    key: int | Tensor | None,  # of stochastic rounding; a tensor of any shape under `vmap`
     fmt: FP8Format,
     asked: Options,
 ) -> Tensor:  # of the shape of `x`
@@ -580,7 +585,7 @@ GRADIENTS = ("straight_through", "clipped")
 def check_call(
     x: Tensor,  # of any shape
     fmt: FP8Format,
-    key: int | Tensor | None,  # of stochastic rounding
+    key: int | Tensor | None,  # of stochastic rounding; a tensor has no dimensions
     asked: Options,
 ) -> None:
     "InputError for anything that rounding cannot do."
