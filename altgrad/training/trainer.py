@@ -38,9 +38,11 @@ from ..model.products import fast_bfloat16, multiplies_narrow
 from altgrad.model.surgery import (
     SKIP, clamp_outliers, quantize_model, quantized_layers, round_weight_gradients, rounded_once,
 )
-from altgrad.watching.monitors import (
-    Monitors, SeriesLog, WeightMonitor, bit_histogram, compiles, memory_bytes,
-)
+from ..watching.sums import compiles
+from ..watching.points import bit_histogram
+from ..watching.updates import WeightMonitor
+from ..watching.monitors import Monitors, memory_bytes
+from ..watching.series import SeriesLog
 from ..watching.shadow import Shadow, shadow_metrics
 from ..watching.thresholds import Alarms, Alert, Event, Interventions, converged
 from altgrad.training.checkpoint import (

@@ -14,7 +14,8 @@ from torch import nn
 
 from ..basics import InputError
 from ..model.surgery import round_weight_gradients
-from .monitors import Measurement, Monitors, SeriesLog
+from .monitors import Measurement, Monitors
+from .series import SeriesLog
 
 # %% ../../nbs/watching/08_callbacks.ipynb #2aacc8d4
 class Attached:

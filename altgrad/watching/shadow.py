@@ -17,7 +17,7 @@ from ..model.gpt import loss_of
 from ..model.parallel import total, world
 from ..model.products import CLASSES, Quantized
 from ..model.surgery import high_precision
-from .monitors import Parcel
+from .sums import Parcel
 
 # %% ../../nbs/watching/07_shadow.ipynb #dcc7e6a3
 def random_states(device: torch.device) -> dict[str, Tensor]:

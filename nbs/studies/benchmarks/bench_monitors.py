@@ -12,7 +12,9 @@ from altgrad.numbers.quantize import set_path
 from altgrad.model.gpt import GPT, loss_of, preset
 from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
 from altgrad.model.surgery import quantize_model
-from altgrad.watching.monitors import Monitors, WeightMonitor, compiles
+from altgrad.watching.sums import compiles
+from altgrad.watching.updates import WeightMonitor
+from altgrad.watching.monitors import Monitors
 from altgrad.training.tracking import git_commit, machine, versions
 from altgrad.training.trainer import TrainConfig, fast_bfloat16
 
