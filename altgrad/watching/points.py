@@ -75,7 +75,7 @@ def plot_histogram_over_time(
     ax.set(xlabel="step", ylabel="code, in order of value", title=title, facecolor="0.9")
     return fig
 
-# %% ../../nbs/watching/02_points.ipynb #f86758b6
+# %% ../../nbs/watching/02_points.ipynb #13d11958
 def _of_all(points: Mapping[Any, Quantizer], found: dict[Any, Tensor], mean: bool = False) -> dict[Any, Tensor]:
     "What was found, with what the other processes of the run found in their parts."
     keys = [key for key in found if points[key].parted]
@@ -97,12 +97,12 @@ def by_format(formats: Mapping[Any, FP8Format]) -> dict[FP8Format, list]:
     return groups
 
 def grid_distances(
-    samples: Mapping[Any, tuple[Tensor, Tensor]],  # of values and rounded values, in units of the format
-    formats: Mapping[Any, FP8Format],  # of each sample
+    samples: Mapping[Any, tuple[Tensor, Tensor]],  # [n] values and rounded values, in units of the format
+    formats: Mapping[Any, FP8Format],  # of each sample, and perhaps of others
 ) -> dict[Any, Tensor]:
     "Mean distance from value to rounded value in ulps."
     found: dict[Any, Tensor] = {}
-    for fmt, keys in by_format(formats).items():
+    for fmt, keys in by_format({key: formats[key] for key in samples}).items():
         z = torch.stack([samples[key][0] for key in keys])
         q = torch.stack([samples[key][1] for key in keys])
         distances = ((z - q).abs() / ulp(fmt, z)).nan_to_num(0, 0, 0).mean(1)
@@ -125,7 +125,7 @@ def writes_since(
     "What was written since then."
     return Writes(*(w.how["counts"] - before).unbind())
 
-# %% ../../nbs/watching/02_points.ipynb #4ed16c01
+# %% ../../nbs/watching/02_points.ipynb #bf351f23
 class PointCounts:
     "What the points of a model round between `start` and `stop`; micro-batches are added up."
     def __init__(self, model: nn.Module):
@@ -150,9 +150,8 @@ class PointCounts:
 
     def _round(self, key: tuple[str, str], x: Tensor, scale: Tensor, random: int | Tensor | None) -> Tensor:
         "What the point would return."
-        x = x.detach()
-        y, sums = round_and_sum(x, self.points[key].precision, scale, random)
-        self._enter(key, x, y, scale, sums)
+        y, sums = round_and_sum(x.detach(), self.points[key].precision, scale, random)
+        self._enter(key, x.detach(), y, scale, sums)
         return y
 
     def _enter(self, key: tuple[str, str], x: Tensor, y: Tensor, scale: Tensor, new: Tensor) -> None:
@@ -175,8 +174,7 @@ class PointCounts:
         for key in self.sums:
             parcel["sums", *key], parcel["scale", *key] = self.sums[key], self.scales[key]
             if self.histogram: parcel["histogram", *key] = self.codes[key]
-        distances = grid_distances(self.samples, {key: self.points[key].format for key in self.samples})
-        distances = _of_all(self.points, distances, mean=True)
+        distances = _of_all(self.points, grid_distances(self.samples, self.formats), mean=True)
         for key, distance in distances.items(): parcel["distance", *key] = distance
 
     def _enter_grid(self, name: str) -> None:

@@ -97,7 +97,7 @@ def add_sums(rows: np.ndarray) -> np.ndarray:  # [sums]
     maxima = [s.merge == "maximum" for s in SUMS]
     return np.where(maxima, rows.max(0), rows.sum(0))
 
-# %% ../../nbs/watching/01_sums.ipynb #49db1b79
+# %% ../../nbs/watching/01_sums.ipynb #9d8594c0
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a compiled pass; counts stay exact in float32
 _FROM = 1 << 17  # elements from which on a pass is compiled
 
@@ -123,12 +123,13 @@ def _with_elements(found: Tensor, piece: Tensor) -> Tensor:
     found = found.double()
     return torch.cat([found, found.new_full((1,), piece.numel())])
 
+# %% ../../nbs/watching/01_sums.ipynb #7b59de4c
 def sums_in_pieces(
     body: Callable,  # a piece of each tensor and the rest to a row of float32 numbers
-    sliced: Sequence[Tensor],  # tensors that are cut along their first dimension
-    rest: Sequence[Tensor],  # tensors that are not
-    merge: Callable[[Tensor, Tensor], Tensor] = operator.add,  # two pieces' rows to one
-) -> Tensor:  # float64: the merged row, whose last number counts the elements
+    sliced: Sequence[Tensor],  # [n, ...], tensors that are cut along their first dimension
+    rest: Sequence[Tensor],  # tensors of any shape that are not
+    merge: Callable[[Tensor, Tensor], Tensor] = operator.add,  # two rows [numbers] to one
+) -> Tensor:  # float64 [numbers + 1]: the merged row, whose last number counts the elements
     "A pass over tensors, compiled where that pays, in pieces of a good size."
     first, on_cpu = sliced[0], sliced[0].device.type == "cpu"
     compiled, total = _takes_compiler(first), None

@@ -25,9 +25,9 @@ from ..model.surgery import quantized_layers
 from .points import Writes, by_format, writes_since
 from .sums import Parcel, rows_of, sample, sample_scale, sums_in_pieces
 
-# %% ../../nbs/watching/03_updates.ipynb #b34818b7
+# %% ../../nbs/watching/03_updates.ipynb #c46f0b77
 def plain_weight(
-    w: Tensor,  # a layer's weight
+    w: Tensor,  # a layer's weight, of any shape
 ) -> Tensor:  # without gradient; of a grid the values
     "A weight as an ordinary float32 tensor."
     return w.data.dequantize() if isinstance(w.data, GridTensor) else w.detach().float()
