@@ -53,7 +53,8 @@ SETTINGS = {  # environment of a process, by what it stands for
 NOTEBOOKS = """
     numbers/03_counts numbers/04_scaling numbers/05_choosing geometry/00_spacing
     geometry/01_manifold geometry/02_storage geometry/03_optim model/00_gpt model/01_parallel
-    model/02_points model/03_products model/04_surgery watching/04_monitors watching/06_thresholds watching/07_shadow
+    model/02_points model/03_products model/04_surgery watching/01_sums watching/02_points
+    watching/03_updates watching/04_monitors watching/05_series watching/06_thresholds watching/07_shadow
     watching/08_callbacks training/04_trainer training/05_experiment evidence/00_instrument
     evidence/01_sweep evidence/03_stability evidence/04_replicas views/04_explorer index
     studies/toy_losses studies/trained_geometry studies/power_of_the_exponent
@@ -64,7 +65,10 @@ NOTEBOOKS = """
 TESTS = """test_compile test_ddp test_evidence test_manifold test_monitors test_optim test_portability test_quantize test_replicas test_results
     test_scaling test_surgery test_survival""".split()
 QUICK_SETTINGS = "all three at their least", "two threads"
-QUICK = "geometry/01_manifold geometry/03_optim model/00_gpt model/03_products model/04_surgery watching/04_monitors evidence/00_instrument".split()
+QUICK = """
+    geometry/01_manifold geometry/03_optim model/00_gpt model/03_products model/04_surgery
+    watching/01_sums watching/03_updates evidence/00_instrument
+""".split()
 
 
 def environment(setting: str) -> dict[str, str]:

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -159,28 +161,47 @@ def test_the_update_rule_of_the_page_moves_every_weight_by_one_code():
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def test_the_metric_of_the_page_is_measured_and_listed(monkeypatch):
-    from types import ModuleType
+def code_of(start: str) -> str:
+    "A line of code of the page."
+    return re.search(rf"^    ({re.escape(start)}.*),$", page(), re.MULTILINE)[1]
 
-    import numpy as np
 
-    from altgrad.watching import monitors
-    from altgrad.views import workspace
+def with_line(monkeypatch, module, before: str, line: str):
+    "A copy of a module with one more line, in the module's place."
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    assert source.count(before) == 1
+    copy = ModuleType(module.__name__)
+    copy.__package__ = module.__package__
+    monkeypatch.setitem(sys.modules, module.__name__, copy)
+    exec(compile(source.replace(before, f"    {line},\n{before}"), module.__file__, "exec"), vars(copy))
+    return copy
+
+
+def test_the_metric_of_the_page_from_a_histogram_is_one_line(monkeypatch):
     from altgrad.numbers.formats import get_format
+    from altgrad.views import workspace
+    from altgrad.watching import metrics, sums
 
-    defined, value = (re.search(pattern, page(), re.MULTILINE)[1] for pattern in (r'^    (Metric\("fullest_code".*\)),$', r'^    ("fullest_code": .*),$'))
-    source = Path(monitors.__file__).read_text(encoding="utf-8")
-    for before, after in (('    Metric("overflow_rate", "share with finite', f"    {defined},\n"), ('    return {"dead_codes":', f"    MORE = {{{value}}}\n")):
-        assert source.count(before) == 1
-        source = source.replace(before, after + before)
-    source = source.replace('    return {"dead_codes":', '    return {**MORE, "dead_codes":')
-    mine = ModuleType("altgrad.watching.monitors_of_mine")
-    mine.__package__ = "altgrad.watching"
-    monkeypatch.setitem(sys.modules, mine.__name__, mine)
-    exec(compile(source, mine.__name__, "exec"), vars(mine))
     counts = np.zeros(256)
     counts[[0, 56, 200]] = 1, 6, 5
-    assert mine.histogram_metrics(counts, get_format("E4M3")) == {**monitors.histogram_metrics(counts, get_format("E4M3")), "fullest_code": 0.5}
+    before = sums.histogram_metrics(counts, get_format("E4M3"))
+    mine = with_line(monkeypatch, metrics, '    Metric("dead_codes",', code_of('Metric("fullest_code"'))
+    monkeypatch.setattr(sums, "FROM_CODES", mine.FROM_CODES)
+    assert sums.histogram_metrics(counts, get_format("E4M3")) == {**before, "fullest_code": 0.5}
     assert "| `fullest_code` |" in mine.QUANTIZATION.table()
     monkeypatch.setattr(workspace, "METRICS", mine.METRICS)
     assert "fullest_code" in workspace.panels()["quantization"]
+
+
+def test_the_metric_of_the_page_from_a_new_sum_is_two_lines(monkeypatch):
+    from altgrad.numbers.formats import get_format
+    from altgrad.watching import metrics, sums
+
+    with_line(monkeypatch, metrics, '    Metric("kurtosis",', code_of('Metric("mean_magnitude"'))
+    mine = with_line(monkeypatch, sums, '    Sum("overflow",', code_of('Sum("magnitude"'))  # before all others: no position matters
+    monkeypatch.setattr(mine.Q, "CHUNK", 100)
+    fmt, x = get_format("E4M3"), torch.linspace(-3, 3, 1001)
+    pieces = [mine.rounding_sums(part, part, torch.ones(()), fmt).numpy() for part in (x[:400], x[400:])]
+    got = mine.rounding_metrics(mine.add_sums(np.stack(pieces))[None], np.ones(1), [fmt])
+    assert abs(got["mean_magnitude"].item() - x.double().abs().mean()) < 1001 * 2.0**-24 * 3  # sums of up to 1001 terms
+    assert got["amax"].item() == 3 and got["overflow_rate"].item() == 0

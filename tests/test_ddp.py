@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from altgrad.watching.monitors import read_histograms, read_series
+from altgrad.watching.series import read_histograms, read_series
 from altgrad.training.tracking import RunFolder
 from old import OLD_TORCH
 
@@ -156,7 +156,8 @@ from altgrad.basics import InputError
 from altgrad.model.parallel import ProcessLost, first, join, part, rank, total, world
 from altgrad.model.points import POINTS
 from altgrad.model.products import QuantizedLinear
-from altgrad.watching.monitors import Parcel, PointCounts
+from altgrad.watching.points import PointCounts
+from altgrad.watching.sums import Parcel
 from altgrad.training.config import make_config
 from altgrad.training.trainer import Trainer
 

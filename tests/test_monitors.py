@@ -13,10 +13,12 @@ from altgrad.geometry.storage import grid_storages, store_on_grid
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
 from altgrad.model.surgery import quantize_model, round_weight_gradients
-from altgrad.watching.monitors import (
-    METRICS, GradientCounts, Monitors, Parcel, UpdateCounts, point_metrics, read_series,
-    round_and_sum, rounding_sums, update_sums,
-)
+from altgrad.watching.metrics import METRICS
+from altgrad.watching.sums import Parcel, round_and_sum, rounding_sums
+from altgrad.watching.points import point_metrics
+from altgrad.watching.updates import UpdateCounts, update_sums
+from altgrad.watching.monitors import GradientCounts, Monitors
+from altgrad.watching.series import read_series
 from altgrad.watching.shadow import Shadow, shadow_metrics
 from altgrad.watching.thresholds import Alarms
 from old import OLD_TORCH

@@ -201,7 +201,7 @@ def test_settings_that_the_rule_reads_are_taken(here):
 
 
 def test_metrics_hold_the_rate_of_the_rule(here, tmp_path, monkeypatch):
-    from altgrad.watching.monitors import METRICS
+    from altgrad.watching.metrics import METRICS
 
     monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
     run = trainer.Trainer(small(here, rule="riemannian_adamw", rule_lr=0.5, lr=1e-3, warmup_steps=2), tmp_path)
@@ -242,7 +242,7 @@ def test_watch_of_a_run_shows_the_rate_of_the_rule(here, tmp_path, monkeypatch, 
 
 def test_the_whole_shadow_is_of_the_rounded_layers():
     from altgrad.model.gpt import GPT, GPTConfig, loss_of
-    from altgrad.watching.monitors import Parcel
+    from altgrad.watching.sums import Parcel
     from altgrad.watching.shadow import Shadow, shadow_gradients, shadow_metrics
     from altgrad.model.surgery import quantize_model
 

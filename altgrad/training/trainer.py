@@ -37,11 +37,13 @@ from ..model.products import fast_bfloat16, multiplies_narrow
 from altgrad.model.surgery import (
     SKIP, clamp_outliers, quantize_model, quantized_layers, round_weight_gradients, rounded_once,
 )
-from altgrad.watching.monitors import (
-    Measurement, Monitors, SeriesLog, WeightMonitor, bit_histogram, compiles, memory_bytes,
-)
+from ..watching.monitors import Measurement, Monitors, memory_bytes
+from ..watching.points import bit_histogram
+from ..watching.series import SeriesLog
 from ..watching.shadow import Shadow, shadow_metrics
+from ..watching.sums import compiles
 from ..watching.thresholds import Alarms, Alert, Event, Interventions, converged
+from ..watching.updates import WeightMonitor
 from altgrad.training.checkpoint import (
     MAX_ANOMALIES, load_tensors, pack_state, seed_everything, unpack_state,
 )

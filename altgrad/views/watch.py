@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..basics import COLORS, InputError
-from ..watching.monitors import read_histograms, read_series
+from ..watching.series import read_histograms, read_series
 from ..watching.thresholds import Thresholds
 from ..training.tracking import StoredRun, check_log, heights, read_line, state_of
 from ..evidence.sweep import FLAGS, Ledger, flags

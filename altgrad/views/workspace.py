@@ -14,7 +14,7 @@ from typing import Any
 
 from ..basics import InputError
 from ..model.points import POINTS
-from ..watching.monitors import METRICS
+from ..watching.metrics import METRICS
 from ..training.tracking import first_line, wandb_settings
 from ..evidence.instrument import Arm
 from ..evidence.sweep import flags, read_rows

@@ -14,7 +14,8 @@ from torch import nn
 
 from ..basics import InputError
 from ..model.surgery import round_weight_gradients
-from .monitors import Measurement, Monitors, SeriesLog
+from .monitors import Measurement, Monitors
+from .series import SeriesLog
 
 # %% ../../nbs/watching/08_callbacks.ipynb #2aacc8d4
 class Attached:
@@ -52,7 +53,8 @@ def _with_base(hooks: type, module: str, name: str) -> type:
     "The class of hooks as a subclass of the framework's own callback; InputError without the framework."
     import importlib
     try: base = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as e: raise InputError(f"this callback needs the package {e.name} (pip install 'altgrad[integrations]')") from None
+    except ModuleNotFoundError as e:
+        raise InputError(f"this callback needs the package {e.name} (pip install 'altgrad[integrations]')") from None
     return type("MonitorCallback", (hooks, base), {})
 
 # %% ../../nbs/watching/08_callbacks.ipynb #517f24b4
@@ -61,7 +63,8 @@ class _TransformersHooks(Attached):
         super().__init__(every, folder)
         self.trainer = trainer
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **rest): self.attach(model, [optimizer])
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **rest):
+        self.attach(model, [optimizer])
 
     def on_step_begin(self, args, state, control, **rest): self.begin(state.global_step + 1)
 
@@ -77,21 +80,23 @@ class _TransformersHooks(Attached):
 def transformers_monitors(
     trainer: Any,  # a `transformers.Trainer`, whose `add_callback` is to take the result
     every: int | None = None,  # steps between measurements; None: 1 with a compiler, 10 without
-    folder: Path | str | None = None,  # gets the series of every layer, see `read_series`; None keeps the values of the whole model only
+    folder: Path | str | None = None,  # for the series of every layer, see `read_series`
 ) -> Any:  # a `transformers.TrainerCallback`
-    "A callback that measures the steps of a trainer of transformers, and logs the values for the whole model through it."
+    "A callback that measures the steps of a transformers trainer, and logs the values for the whole model."
     return _with_base(_TransformersHooks, "transformers", "TrainerCallback")(trainer, every, folder)
 
 # %% ../../nbs/watching/08_callbacks.ipynb #7c398a48
 class _LightningHooks(Attached):
     def on_train_start(self, trainer, pl_module): self.attach(pl_module, trainer.optimizers)
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx): self.begin(trainer.global_step + 1)
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.begin(trainer.global_step + 1)
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer): self.gradients()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if self.monitors is None or not self.monitors.active or trainer.global_step < self.monitors.step: return  # a micro-batch
+        if self.monitors is None or not self.monitors.active: return
+        if trainer.global_step < self.monitors.step: return  # a micro-batch
         measured = self.end()
         for logger in trainer.loggers: logger.log_metrics(measured.overall(), step=measured.step - 1)
 
@@ -99,7 +104,7 @@ class _LightningHooks(Attached):
 
 def lightning_monitors(
     every: int | None = None,  # steps between measurements; None: 1 with a compiler, 10 without
-    folder: Path | str | None = None,  # gets the series of every layer, see `read_series`; None keeps the values of the whole model only
+    folder: Path | str | None = None,  # for the series of every layer, see `read_series`
 ) -> Any:  # a `lightning.pytorch.Callback`
-    "A callback that measures the steps of a Lightning trainer, and logs the values for the whole model to its loggers."
+    "A callback that measures the steps of a Lightning trainer, and logs the values for the whole model."
     return _with_base(_LightningHooks, "lightning.pytorch", "Callback")(every, folder)

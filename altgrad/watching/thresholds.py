@@ -37,27 +37,31 @@ class Thresholds:
     dead_neurons: float | None = 0.0  # share of a layer's outputs, above
     entropy_share: float | None = 0.1  # of an attention head, below
     cosine: float | None = 0.9  # of the gradient with its FP32 shadow, below
-    rank_drop: float | None = 0.5  # stable and effective rank as a share of what they were first, below
-    rank_drop_strict: float | None = 0.7  # the same for the head and the attention output, where a lost direction is lost to all
+    rank_drop: float | None = 0.5  # stable and effective rank as a share of the first, below
+    rank_drop_strict: float | None = 0.7  # the same, where a lost direction is lost to all
     strict: tuple[str, ...] = ("lm_head", "*.attn.proj")  # glob patterns of these layers
-    rise: float | None = 0.05  # divergence: how much the loss rises over `patience` steps, as a share of itself, above
+    rise: float | None = 0.05  # divergence: rise of the loss over `patience` steps, as a share, above
     patience: int = 50  # steps
 
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name != "strict" and not (value is None or isinstance(value, (int, float)) and math.isfinite(value)):
+            if f.name == "strict" or value is None: continue
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise InputError(f"{f.name} must be a finite number or None, not {value!r}")
-        if self.patience is None or self.patience < 3: raise InputError(f"patience must be at least 3 steps, not {self.patience}")
+        if self.patience is None or self.patience < 3:
+            raise InputError(f"patience must be at least 3 steps, not {self.patience}")
 
     def limit(self, layer: str, metric: str) -> tuple[float | None, bool]:
         "The line for a layer's metric (None: no warning), and whether healthy is below it."
         if metric in ("stable_rank", "effective_rank"):
-            return self.rank_drop_strict if any(fnmatchcase(layer, p) for p in self.strict) else self.rank_drop, False
+            strict = any(fnmatchcase(layer, pattern) for pattern in self.strict)
+            return self.rank_drop_strict if strict else self.rank_drop, False
         if metric not in _NAMES: return None, True
         return getattr(self, metric), metric not in ("entropy_share", "cosine")
 
-_NAMES = {f.name for f in fields(Thresholds)} - {"strict", "patience", "rise", "rank_drop", "rank_drop_strict"}
+_OTHERS = {"strict", "patience", "rise", "rank_drop", "rank_drop_strict"}
+_NAMES = {f.name for f in fields(Thresholds)} - _OTHERS  # fields that are metrics
 
 # %% ../../nbs/watching/06_thresholds.ipynb #9d2b8bb0
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class Alert:
         "The layer's qualified name; empty for the whole model."
         return self.metric.split("/")[1] if "/" in self.metric else ""
 
-    def __str__(self) -> str: return f"step {self.step}: {self.metric} is {self.value:.4g}, the line is at {self.limit:g}"
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.metric} is {self.value:.4g}, the line is at {self.limit:g}"
 
 # %% ../../nbs/watching/06_thresholds.ipynb #2afdd641
 def trend(
@@ -87,11 +92,12 @@ def trend(
     t = t - t.mean()
     slope = (t * (y - y.mean())).sum() / (t * t).sum()
     residual = y - y.mean() - slope * t
-    return float(slope), float(math.sqrt((residual**2).sum() / (len(y) - 2) / (t * t).sum()))
+    variance = (residual**2).sum() / (len(y) - 2) / (t * t).sum()
+    return float(slope), float(math.sqrt(variance))
 
 def rise_of(
     losses: Iterable[float],  # at equal distances
-) -> tuple[float, bool]:  # by which share of their mean losses rise, and whether surely (three standard errors)
+) -> tuple[float, bool]:  # as a share of their mean; whether three standard errors are below it
     "The rise of a loss over a window."
     y = list(losses)
     slope, error = trend(y)
@@ -107,30 +113,14 @@ def converged(
     losses: Iterable[float],  # at least three; the window that is judged
     tolerance: float = 0.002,  # smallest fall worth waiting for, as a share of the loss
 ) -> bool:
-    "Whether as many further steps are expected to lower the loss by less than `tolerance`, even two standard errors on the hopeful side."
-    steps, losses = list(steps), list(losses)
-    slope, error = trend(losses, steps)
-    return -(slope - 2 * error) * (steps[-1] - steps[0]) < tolerance * abs(float(np.mean(losses)))
-
-# %% ../../nbs/watching/06_thresholds.ipynb #c2290b62
-class _Bells:
-    "Which alarms ring, and what a checkpoint must keep of that."
-    def _ring(self, step: int, path: str, value: float, limit: float, beyond: bool) -> Alert | None:
-        new = beyond and path not in self.ringing
-        (self.ringing.add if beyond else self.ringing.discard)(path)
-        return Alert(step, path, value, limit) if new else None
-
-    def state_dict(self) -> dict[str, Any]:
-        "What a checkpoint needs, as plain values."
-        return {"ringing": sorted(self.ringing), "first": dict(self.first), "losses": list(self.losses)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Goes on where `state_dict` was called."
-        self.ringing, self.first = set(state["ringing"]), dict(state["first"])
-        self.losses.clear(), self.losses.extend(state["losses"])
+    "Whether as many steps again should lower the loss by less than `tolerance`, with two standard errors of hope."
+    t, y = list(steps), list(losses)
+    slope, error = trend(y, t)
+    fall = -(slope - 2 * error) * (t[-1] - t[0])
+    return fall < tolerance * abs(float(np.mean(y)))
 
 # %% ../../nbs/watching/06_thresholds.ipynb #a73815be
-class Alarms(_Bells):
+class Alarms:
     "Watches measurements and losses, and tells when a line is crossed."
     def __init__(self, thresholds: Thresholds = Thresholds()):
         self.thresholds = thresholds
@@ -147,11 +137,13 @@ class Alarms(_Bells):
         "The lines that this step crossed."
         found = [self._ring(step, "loss", loss, 0.0, not math.isfinite(loss))]
         if math.isfinite(loss): self.losses.append(loss)
-        if self.thresholds.rise is not None and len(self.losses) == self.losses.maxlen:
+        limit = self.thresholds.rise
+        if limit is not None and len(self.losses) == self.losses.maxlen:
             share, surely = rise_of(self.losses)
-            found.append(self._ring(step, "loss_rise", share, self.thresholds.rise, surely and share > self.thresholds.rise))
-        for path, value in (m.values if m else {}).items(): found.append(self._judge(step, path, value))
-        return [a for a in found if a]
+            found.append(self._ring(step, "loss_rise", share, limit, surely and share > limit))
+        values = m.values if m else {}
+        found += [self._judge(step, path, value) for path, value in values.items()]
+        return [alert for alert in found if alert]
 
     def _judge(self, step: int, path: str, value: float) -> Alert | None:
         "An alert if a metric of one layer crosses its line; ranks are compared with what they were."
@@ -161,6 +153,23 @@ class Alarms(_Bells):
         if limit is None: return None
         if parts[0] == "health": limit *= self.first.setdefault(path, value)
         return self._ring(step, path, value, limit, value > limit if below else value < limit)
+
+    def _ring(self, step: int, path: str, value: float, limit: float, beyond: bool) -> Alert | None:
+        "An alert if the alarm was silent before."
+        new = beyond and path not in self.ringing
+        if beyond: self.ringing.add(path)
+        else: self.ringing.discard(path)
+        return Alert(step, path, value, limit) if new else None
+
+    def state_dict(self) -> dict[str, Any]:
+        "What a checkpoint needs, as plain values."
+        return {"ringing": sorted(self.ringing), "first": dict(self.first), "losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        "Goes on where `state_dict` was called."
+        self.ringing, self.first = set(state["ringing"]), dict(state["first"])
+        self.losses.clear()
+        self.losses.extend(state["losses"])
 
 # %% ../../nbs/watching/06_thresholds.ipynb #833b0f24
 INTERVENTIONS = ("fit_gradients", "move_bit")
@@ -174,7 +183,9 @@ class Event:
     why: str  # in words, with the number
     result: str = ""  # the new state
 
-    def __str__(self) -> str: return f"step {self.step}: {self.what} at {self.where}, because {self.why}{self.result and ': ' + self.result}"
+    def __str__(self) -> str:
+        result = f": {self.result}" if self.result else ""
+        return f"step {self.step}: {self.what} at {self.where}, because {self.why}{result}"
 
 def neighbour_format(
     fmt: FP8Format,
@@ -200,53 +211,37 @@ def set_weight_format(
     optimizers: Iterable[torch.optim.Optimizer],  # whose geometry follows
     formats: dict[str, str],  # layer to the spec of its new format
 ) -> None:
-    "Changes weight formats in the middle of a run; moments stay, in the units they are in. Runs again after a restart, before the weights are loaded."
-    layers, old = dict(quantized_layers(model)), set()
+    "Changes weight formats in the middle of a run, or after a restart before weights are loaded; moments stay."
+    layers, new = dict(quantized_layers(model)), {}
     for name, spec in formats.items():
-        q, fmt = layers[name].points["weight"], get_format(spec)
-        old.add((q.precision.format, fmt))
+        q, weight, fmt = layers[name].points["weight"], layers[name].weight, get_format(spec)
+        new[q.format] = fmt
         q.become(replace(q.precision, format=fmt))
-        if isinstance(layers[name].weight, GridTensor): _recode(layers[name].weight, fmt)
-    for group in (g for o in optimizers for g in o.param_groups):
-        for before, after in old:
-            if group.get("fmt") == before:
-                group["fmt"] = after
-                break
-
-# %% ../../nbs/watching/06_thresholds.ipynb #49907253
-def _beyond(rate: float, limit: float | None) -> bool: return limit is not None and rate > limit
-
-class _Acts:
-    "What interventions do, and what a checkpoint must keep of them."
-    def _fit(self, step: int, m: Measurement) -> list[Event]:
-        events = []
-        for (layer, kind), q in quantizers(self.model).items():
-            rate = m.values.get(f"quantization/{layer}/{kind}/overflow_rate", 0.0)
-            if "gradient" not in kind or q.fit or not _beyond(rate, self.thresholds.overflow_rate): continue
-            q.fit = True
-            events.append(Event(step, "fit_gradients", layer, f"{rate:.1%} of its {kind.replace('_', ' ')} overflowed"))
-        return events
-
-    def _move(self, step: int, exponent_bits: int, why: str) -> list[Event]:
-        new = {name: neighbour_format(m.weight_format, exponent_bits) for name, m in quantized_layers(self.model)}
-        new = {name: fmt.spec for name, fmt in new.items() if fmt}
-        if not new: return []
-        set_weight_format(self.model, self.optimizers, new)
-        self.moved |= new
-        self.bad, self.stalled, self.last = 0, 0, step
-        return [Event(step, "move_bit", "all", why, "weights in " + ", ".join(sorted({get_format(f).name for f in new.values()})))]
-
-    def state_dict(self) -> dict[str, Any]:
-        "What a checkpoint needs, as plain values."
-        return {key: getattr(self, key) for key in ("bad", "stalled", "last", "moved")}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Goes on where `state_dict` was called, with the formats as they were then; before weights and optimizers are loaded."
-        for key, value in state.items(): setattr(self, key, value)
-        set_weight_format(self.model, self.optimizers, self.moved)
+        if isinstance(weight, GridTensor): _recode(weight, fmt)
+    for group in (group for o in optimizers for group in o.param_groups):
+        if group.get("fmt") in new: group["fmt"] = new[group["fmt"]]
 
 # %% ../../nbs/watching/06_thresholds.ipynb #6a2c704f
-class Interventions(_Acts):
+def _beyond(rate: float, limit: float | None) -> bool: return limit is not None and rate > limit
+
+def _fit_gradients(model: nn.Module, step: int, m: Measurement, limit: float | None) -> list[Event]:
+    "Lets each gradient that overflowed be shrunk from now on."
+    events = []
+    for (layer, kind), q in quantizers(model).items():
+        rate = m.values.get(f"quantization/{layer}/{kind}/overflow_rate", 0.0)
+        if "gradient" not in kind or q.fit or not _beyond(rate, limit): continue
+        q.fit, why = True, f"{rate:.1%} of its {kind.replace('_', ' ')} overflowed"
+        events.append(Event(step, "fit_gradients", layer, why))
+    return events
+
+def _neighbours(model: nn.Module, exponent_bits: int) -> dict[str, str]:
+    "Layers to the specs of the formats beside theirs, where there are any."
+    layers = dict(quantized_layers(model))
+    near = {name: neighbour_format(m.weight_format, exponent_bits) for name, m in layers.items()}
+    return {name: fmt.spec for name, fmt in near.items() if fmt}
+
+# %% ../../nbs/watching/06_thresholds.ipynb #e72872a1
+class Interventions:
     "Acts on a run when its measurements ask for it."
     def __init__(
         self,
@@ -255,10 +250,10 @@ class Interventions(_Acts):
         kinds: Iterable[str],  # of `INTERVENTIONS`
         pause: int = 100,  # steps after a moved bit in which no other is moved
         after: int = 3,  # steps in a row that ask for a moved bit
-        thresholds: Thresholds = Thresholds(),  # its overflow and stall rates; what has no line is left alone
+        thresholds: Thresholds = Thresholds(),  # its overflow and stall rates; None is left alone
     ):
-        self.thresholds = thresholds
-        self.model, self.optimizers, self.kinds, self.pause, self.after = model, list(optimizers), tuple(kinds), pause, after
+        self.model, self.optimizers, self.thresholds = model, list(optimizers), thresholds
+        self.kinds, self.pause, self.after = tuple(kinds), pause, after
         for kind in self.kinds:
             if kind not in INTERVENTIONS: raise unknown("intervention", kind, INTERVENTIONS)
         self.bad = self.stalled = 0  # steps in a row
@@ -266,12 +261,35 @@ class Interventions(_Acts):
         self.moved: dict[str, str] = {}  # layer to the spec of the format that a move gave it
 
     def act(self, step: int, finite: bool, m: Measurement) -> list[Event]:
-        "What is done after a step, given whether loss and gradient were finite, and what was measured."
-        events = self._fit(step, m) if "fit_gradients" in self.kinds else []
-        self.bad = 0 if finite else self.bad + 1
+        "Acts after a step, given whether loss and gradient were finite, and what was measured."
+        fits = "fit_gradients" in self.kinds
+        events = _fit_gradients(self.model, step, m, self.thresholds.overflow_rate) if fits else []
         stall = m.values.get("updates/all/bit_stall_rate", math.nan)
-        if m.values: self.stalled = self.stalled + 1 if _beyond(stall, self.thresholds.bit_stall_rate) else 0
+        stalls = _beyond(stall, self.thresholds.bit_stall_rate)
+        self.bad = 0 if finite else self.bad + 1
+        if m.values: self.stalled = self.stalled + 1 if stalls else 0
         if "move_bit" not in self.kinds or step - self.last < self.pause: return events
-        if self.bad >= self.after: return events + self._move(step, +1, f"{self.bad} steps in a row were not finite")
-        if self.stalled >= self.after: return events + self._move(step, -1, f"{stall:.0%} of the updates changed nothing, {self.stalled} times in a row")
-        return events
+        if self.bad >= self.after:
+            return events + self._move(step, +1, f"{self.bad} steps in a row were not finite")
+        if self.stalled < self.after: return events
+        why = f"{stall:.0%} of the updates changed nothing, {self.stalled} times in a row"
+        return events + self._move(step, -1, why)
+
+    def _move(self, step: int, exponent_bits: int, why: str) -> list[Event]:
+        "Moves a bit of all weights' formats."
+        new = _neighbours(self.model, exponent_bits)
+        if not new: return []
+        set_weight_format(self.model, self.optimizers, new)
+        self.moved |= new
+        self.bad, self.stalled, self.last = 0, 0, step
+        names = sorted({get_format(spec).name for spec in new.values()})
+        return [Event(step, "move_bit", "all", why, "weights in " + ", ".join(names))]
+
+    def state_dict(self) -> dict[str, Any]:
+        "What a checkpoint needs, as plain values."
+        return {key: getattr(self, key) for key in ("bad", "stalled", "last", "moved")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        "Goes on where `state_dict` was called, before weights and optimizers are loaded."
+        for key, value in state.items(): setattr(self, key, value)
+        set_weight_format(self.model, self.optimizers, self.moved)

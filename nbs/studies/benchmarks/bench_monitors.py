@@ -13,7 +13,9 @@ from altgrad.model.gpt import GPT, loss_of, preset
 from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
 from altgrad.model.products import fast_bfloat16
 from altgrad.model.surgery import quantize_model
-from altgrad.watching.monitors import Monitors, WeightMonitor, compiles
+from altgrad.watching.monitors import Monitors
+from altgrad.watching.sums import compiles
+from altgrad.watching.updates import WeightMonitor
 from altgrad.training.config import TrainConfig
 from altgrad.training.tracking import git_commit, machine, versions
 
