@@ -253,6 +253,25 @@ def test_a_diverged_run_says_so_and_is_not_a_success(env, tmp_path):
     assert all("nonfinite" in row for row in metrics(tmp_path / "e4m3_fp8")[1:])
 
 
+def test_a_run_ends_with_its_picture_says_how_long_it_takes_and_stands_on_the_page(env, tmp_path):
+    done = run(env, "train", "e4m3_fp8", *settings(), "--wandb", "off", "--out", tmp_path)
+    assert done.returncode == 0 and f"figure: {tmp_path}/e4m3_fp8/run.png" in done.stdout
+    assert (tmp_path / "e4m3_fp8/run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("gpt-tiny on stdlib") and "12 steps of 4 x 32 tokens" in lines[0]
+    assert lines[1].startswith("e4m3_fp8: step 1/12") and all(line.endswith(" left") for line in lines[1:])
+    page = run(env, "watch", tmp_path, "--page")
+    assert page.returncode == 0 and page.stdout == f"page: {tmp_path}/watch.html\n"
+    text = (tmp_path / "watch.html").read_text()
+    assert "<td>e4m3_fp8</td>" in text and "http-equiv" not in text and "<script" not in text
+
+
+def test_the_help_of_train_lists_every_setting(env):
+    from altgrad.training.config import TrainConfig
+    shown = run(env, "train", "--help").stdout
+    assert all(f"    {name}: " in shown for name in TrainConfig.__dataclass_fields__)
+
+
 @pytest.mark.parametrize("delay", [0.1, 0.6, 1.2, 1.8])
 def test_an_early_interrupt_leaves_no_traceback_and_no_silent_folder(env, tmp_path, delay):
     command = [*ALTGRAD, "train", "e4m3_fp8", *settings(max_steps=5000), "--out", str(tmp_path)]
