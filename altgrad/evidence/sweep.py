@@ -311,6 +311,7 @@ def _missing(row: Mapping[str, Any], *uses: str) -> str | None:
     "The first value that a row needs for this and does not have; one that is null or empty counts as absent."
     return next((key for use in uses for key in _NEEDED[use] if row.get(key) in (None, "")), None)
 
+# %% ../../nbs/evidence/01_sweep.ipynb #5b13af9c
 def check_row(
     row: Mapping[str, Any],
     place: str,  # for the error, e.g. "ledger.jsonl is damaged in line 3"

@@ -178,6 +178,7 @@ class Measurement:
 # %% ../../nbs/watching/04_monitors.ipynb #364345a4
 Reader = Callable[[Mapping[Any, np.ndarray]], dict[str, float]]
 
+# %% ../../nbs/watching/04_monitors.ipynb #931c032a
 class Monitors:
     "Everything that is measured in a step of a model."
     def __init__(

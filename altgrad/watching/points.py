@@ -212,6 +212,7 @@ def _rates(rows: list[_Row]) -> dict[str, float]:
     return {f"{path}/{name}": float(column[i])
             for i, path in enumerate(paths) for name, column in columns.items()}
 
+# %% ../../nbs/watching/02_points.ipynb #6eac384a
 def point_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
     formats: Mapping[tuple[str, str], FP8Format],  # of the points

@@ -183,6 +183,7 @@ def _worth_fusing(x: Tensor, p: Precision, scale: Tensor) -> bool:
     if scale.dim() or p.rounding == "stochastic" or not x.is_contiguous(): return False
     return _takes_compiler(x) and not K.state["broken"] and x.device.type in K.STRICT
 
+# %% ../../nbs/watching/01_sums.ipynb #72eeee58
 def _one_pass(x: Tensor, p: Precision, scale: Tensor) -> tuple[Tensor, Tensor] | None:
     "Rounds and sums in one compiled pass; None where compiling fails."
     device, fmt = x.device.type, get_format(p.format)

@@ -245,6 +245,7 @@ class UpdateCounts:
             self.origin[name] = Origin(codes, scale)
         return found
 
+# %% ../../nbs/watching/03_updates.ipynb #f14f3db2
 def _as_written(sums: UpdateSums, n: Writes) -> UpdateSums:
     "The sums of a weight on a grid, as its writes count: a rule that writes twice in a step updates twice."
     weights = torch.where(n.weights > 0, n.weights.double(), sums.weights)
