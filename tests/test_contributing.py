@@ -199,7 +199,7 @@ def test_the_metric_of_the_page_from_a_new_sum_is_two_lines(monkeypatch):
 
     with_line(monkeypatch, metrics, '    Metric("kurtosis",', code_of('Metric("mean_magnitude"'))
     mine = with_line(monkeypatch, sums, '    Sum("overflow",', code_of('Sum("magnitude"'))  # before all others: no position matters
-    monkeypatch.setattr(mine.Q, "CHUNK", 100)
+    monkeypatch.setattr(mine.K, "CHUNK", 100)
     fmt, x = get_format("E4M3"), torch.linspace(-3, 3, 1001)
     pieces = [mine.rounding_sums(part, part, torch.ones(()), fmt).numpy() for part in (x[:400], x[400:])]
     got = mine.rounding_metrics(mine.add_sums(np.stack(pieces))[None], np.ones(1), [fmt])
