@@ -52,7 +52,7 @@ def first_light() -> tuple[dict, pd.DataFrame, str]:
     base = frame[frame.arm == "e7m0_fp8"].set_index(["setting", "seed"]).loss
     frame["gap"] = frame.loss - base.reindex(frame.set_index(["setting", "seed"]).index).to_numpy()
     text = (NBS.parent / "README.md").read_text(encoding="utf-8")
-    return stored, frame, text[text.index("## First light") : text.index("## Run it")]
+    return stored, frame, text[text.index("## First light") : text.index("## Its limits")]
 
 
 def moves(frame: pd.DataFrame, key: str) -> pd.DataFrame:
