@@ -585,7 +585,7 @@ GRADIENTS = ("straight_through", "clipped")
 def check_call(
     x: Tensor,  # of any shape
     fmt: FP8Format,
-    key: int | Tensor | None,  # of stochastic rounding; a tensor has no dimensions
+    key: int | Tensor | None,  # of stochastic rounding, int64 scalar as a tensor
     asked: Options,
 ) -> None:
     "InputError for anything that rounding cannot do."

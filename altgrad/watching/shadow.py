@@ -39,7 +39,7 @@ def linear_weights(model: nn.Module) -> dict[str, Tensor]:
 def shadow_gradients(
     model: nn.Module,
     batches: Sequence[tuple[Tensor, Tensor]],  # a step's micro-batches: tokens and next tokens, int64 [B, T]
-    states: Mapping[str, Tensor],  # from `random_states` before the step's forward pass
+    states: Mapping[str, Tensor],  # from `random_states` before the step's forward pass, uint8 of any shape
     loss: Callable = loss_of,  # of model, tokens and next tokens
 ) -> dict[str, Tensor]:  # qualified layer name to gradient, float32
     "The gradients of these weights for the mean loss over micro-batches, in FP32 without rounding."
