@@ -30,7 +30,7 @@ from wait import has_content, until
 ALTGRAD = str(Path(sys.executable).parent / "altgrad")
 SMALL = dict(format="E4M3", max_steps=9, batch_size=2, block_size=16, warmup_steps=2, eval_every=4, eval_windows=4, checkpoint_every=3,
              dropout=0.1, device="cpu")
-TIMES = ("tokens_per_s", "wall_clock_s")
+TIMES = ("tokens_per_s", "wall_clock_s", "metrics_sha256")  # the last is of a log that holds the others
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["altgrad.training.trainer", "torch._dynamo"])
 

@@ -137,7 +137,7 @@ class Trainer:
 # %% ../../nbs/training/04_trainer.ipynb #10360b1c
 class Learner:
     "A model, its data and its optimizers, and the parts of an update."
-    def __init__(self, config: TrainConfig, corpus: Corpus, compute: "Compute"):
+    def __init__(self, config: TrainConfig, corpus: Corpus, compute: Any):
         labelled = corpus if isinstance(corpus, LabelledCorpus) else None
         self.config, self.corpus, self.compute = config, corpus, compute
         self.model = make_model(config, corpus.vocab_size, compute.device, labelled)
