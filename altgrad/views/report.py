@@ -233,6 +233,9 @@ def save_figure(
     fig: Any,  # of matplotlib
     path: Path | str,  # of the PNG file
 ) -> None:
-    "Writes a figure as PNG, atomically and with the same bytes every time."
+    "Writes a figure as PNG, atomically and with the same bytes every time; then pyplot forgets it."
+    import matplotlib.pyplot as plt
+
     write_atomic(path, lambda file: fig.savefig(file, format="png", dpi=110,
                                                 metadata={"Software": None}))
+    plt.close(fig)
