@@ -1,9 +1,10 @@
 """Makes the rendered site need no other host: `make docs` runs it on _docs.
 
-python .ci/offline.py FOLDER    removes scripts that Quarto adds for widgets (nothing here uses them), and fails if a page still asks for something elsewhere
+python .ci/offline.py FOLDER
 
-Quarto puts require.js and jQuery, from a CDN, into each page that has an HTML output, also into one whose output is a table
-(`extractJupyterWidgetDependencies` in quarto-cli's src/core/jupyter/widgets.ts).
+Removes the scripts that Quarto adds for widgets (nothing here uses them), and fails if a page still asks for something
+elsewhere. Quarto puts require.js and jQuery, from a CDN, into each page that has an HTML output, also where that output
+is a table (`extractJupyterWidgetDependencies` in quarto-cli's src/core/jupyter/widgets.ts).
 """
 import re
 import sys

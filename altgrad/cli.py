@@ -548,8 +548,7 @@ def _autopsy(args: argparse.Namespace) -> int:
 
 def _workspace(args: argparse.Namespace) -> int:
     "`altgrad workspace ENTITY/PROJECT`"
-    from altgrad.views.workspace import (
-        make_ledger_workspace, make_workspace, send_ledger, send_workspace,
+    from altgrad.views.workspace import (make_ledger_workspace, make_workspace, send_ledger, send_workspace,
     )
 
     if args.ledger: _tell(f"{send_ledger(args.ledger, args.project, Path('runs/wandb'))} runs sent")

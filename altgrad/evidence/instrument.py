@@ -488,22 +488,21 @@ def run_arm(
     "Fine-tunes one arm and validates it; a function of `identity` alone, bit for bit on one machine."
     began, model = time.perf_counter(), bench.model(arm.checkpoint)
     weights = make(model, arm)
-    start, scales = [p.detach().clone() for p in weights.used], [s.clone()
-                                                                 for s in weights.scales()]
+    start = [p.detach().clone() for p in weights.used]
+    scales = [s.clone() for s in weights.scales()]
     before = _validate(model, arm, bench)
     losses, course = _train(model, weights, arm, bench)
-    after, end = _validate(model, arm, bench), explain_end(arm.format, weights.used,
-                                                           weights.scales(), start, scales)
-    return make_row(arm, bench,
-                    Outcome(before, losses, course, after, end, weights.used,
-                            time.perf_counter() - began))
+    after = _validate(model, arm, bench)
+    end = explain_end(arm.format, weights.used, weights.scales(), start, scales)
+    seconds = time.perf_counter() - began
+    return make_row(arm, bench, Outcome(before, losses, course, after, end, weights.used, seconds))
 
 # %% ../../nbs/evidence/00_instrument.ipynb #140d16ab
 class Outcome(NamedTuple):
     "What a run gave."
     before: list[float]  # validation losses of the pieces, before the first update
     losses: list[float]  # of the batches, as long as they were finite
-    course: list[dict[str, float]]  # the explanation of every so-manieth step
+    course: list[dict[str, float]]  # the explanation of every n-th step
     after: list[float]  # validation losses of the pieces, after the last update
     end: dict[str, float]  # from `explain_end`
     weights: list[Tensor]  # the trained tensors
@@ -531,10 +530,14 @@ def make_row(
             "seconds": round(run.seconds, 3)}
 
 # %% ../../nbs/evidence/00_instrument.ipynb #dee3d7a7
-def _train(model: GPT, weights: Weights, arm: Arm, bench: Bench) -> tuple[list[float],
-                                                                          list[dict[str, float]]]:
-    "Makes the updates; the loss before each, and the explanation of every so-manieth."
-    task, corpus, rule, losses, course = bench.task, bench.corpus(arm.corpus), make_rule(arm, weights.stored, bench.task), [], []
+def _train(
+    model: GPT, weights: Weights, arm: Arm, bench: Bench,
+) -> tuple[list[float], list[dict[str, float]]]:
+    "Makes the updates; the loss before each, and the explanation of every n-th."
+    task, corpus = bench.task, bench.corpus(arm.corpus)
+    rule = make_rule(arm, weights.stored, task)
+    losses: list[float] = []
+    course: list[dict[str, float]] = []
     for step in range(1, task.steps + 1):
         for group in rule.param_groups: group["lr"] = arm.lr * ramp(step, task.steps, task.warmup)
         for p in weights.used: p.grad = None

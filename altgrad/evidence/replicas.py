@@ -31,10 +31,9 @@ from ..geometry.storage import STORAGES, Storage, get_storage
 from ..model.gpt import loss_of
 from ..training.data import get_batch
 from ..training.tracking import machine, versions
-from altgrad.evidence.instrument import (
-    Arm, Bench, Outcome, explain_end, explain_step, make_row, make_rule, piece_losses, ramp,
-    recipe_of, validation_pieces,
-)
+from .instrument import (Arm, Bench, Outcome, explain_end, explain_step, make_row,
+                                         make_rule, piece_losses, ramp, recipe_of,
+                                         validation_pieces)
 
 # %% ../../nbs/evidence/04_replicas.ipynb #1eb8cf1a
 class Facts(NamedTuple):

@@ -33,15 +33,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from altgrad.basics import (
-    InputError, html_card, is_number, one_line, parse_json, parse_yaml, svg_bars, unknown,
-)
+from ..basics import (InputError, html_card, is_number, one_line, parse_json, parse_yaml,
+                            svg_bars, unknown)
 from ..training.data import ARCHIVE
 from ..training.tracking import check_place, git_commit, machine, read_line, versions
-from altgrad.evidence.instrument import (
-    MOST_POWER, SPLITS, VERSION, Arm, Bench, Task, build_checkpoint, identity, recipe_of,
-    row_identity, run_arm, run_id, validation_pieces,
-)
+from .instrument import (MOST_POWER, SPLITS, VERSION, Arm, Bench, Task,
+                                         build_checkpoint, identity, recipe_of, row_identity,
+                                         run_arm, run_id, validation_pieces)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #0e5558a8
 AXES = ("format", "storage", "rule", "placement", "power", "floor_octaves")

@@ -21,9 +21,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from ..basics import InputError, write_atomic
-from altgrad.numbers.formats import (
-    FP8Format, check_bits, check_float, is_whole, kind_of, get_format,
-)
+from ..numbers.formats import (FP8Format, check_bits, check_float, is_whole, kind_of,
+                                     get_format)
 from ..numbers.kernels import check_scale
 from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import scale_of, spread

@@ -17,9 +17,8 @@ from torch import Tensor
 from ..basics import COLORS, InputError
 from ..numbers.formats import EIGHT_BIT, PRECISION, FP8Format, get_format
 from ..numbers.scaling import compute_scale
-from altgrad.geometry.spacing import (
-    code_coordinate, from_code_coordinate, stiffness, stiffness_floor,
-)
+from .spacing import (code_coordinate, from_code_coordinate, stiffness,
+                                      stiffness_floor)
 
 # %% ../../nbs/geometry/01_manifold.ipynb #1a6a5b57
 def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:

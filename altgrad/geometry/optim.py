@@ -19,10 +19,9 @@ from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format
 from ..numbers.kernels import rounding_key, uniform
 from ..numbers.scaling import compute_scale
-from altgrad.geometry.spacing import (
-    STEPPED, LineNumbers, check_sign_magnitude, floor_at, formula_numbers, from_line, line_numbers,
-    raw_stiffness, stiffness, to_line,
-)
+from .spacing import (STEPPED, LineNumbers, check_sign_magnitude, floor_at,
+                                      formula_numbers, from_line, line_numbers, raw_stiffness,
+                                      stiffness, to_line)
 from .storage import GridTensor, unpack, write
 
 # %% ../../nbs/geometry/03_optim.ipynb #571573ce

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..basics import COLORS, InputError, unknown
-from altgrad.numbers.formats import (
-    EIGHT_BIT, FORMATS, FP8Format, get_format, ulp, unit_in_first_place,
-)
+from ..numbers.formats import (EIGHT_BIT, FORMATS, FP8Format, get_format, ulp,
+                                     unit_in_first_place)
 
 # %% ../../nbs/geometry/00_spacing.ipynb #c89ff583
 def floor_at(

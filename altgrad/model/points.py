@@ -18,9 +18,8 @@ from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format, signed_format
 from ..numbers.kernels import ROUNDING, rounding_key
 from ..numbers.quantize import fake_quantize
-from altgrad.numbers.scaling import (
-    AmaxAverage, AmaxFirst, AmaxHistory, Scaling, amax_of, compute_scale, scale_of,
-)
+from ..numbers.scaling import (AmaxAverage, AmaxFirst, AmaxHistory, Scaling, amax_of,
+                                     compute_scale, scale_of)
 from .parallel import key_from, largest, rank
 
 # %% ../../nbs/model/02_points.ipynb #475443c7

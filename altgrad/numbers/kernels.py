@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from ..basics import InputError, unknown
-from altgrad.numbers.formats import (
-    PRECISION, FP8Format, check_float, get_format, is_dense, is_whole, kind_of, spec_of, unit_in_first_place,
-)
+from .formats import (PRECISION, FP8Format, check_float, get_format, is_dense,
+                                     is_whole, kind_of, spec_of, unit_in_first_place)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #a12c8c28
 class Grid(NamedTuple):

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ..basics import COLORS
 from .formats import EIGHT_BIT, FORMATS, FP8Format, check_float, get_format
-from altgrad.numbers.kernels import (
-    CHUNK, GRADIENTS, OVERFLOW, PATHS, ROUNDING, Options, as_scale, check_call, check_scale, estimate, is_readable,
-    rounding_key, set_path, uniform,
-)
+from .kernels import (CHUNK, GRADIENTS, OVERFLOW, PATHS, ROUNDING, Options, as_scale,
+                                     check_call, check_scale, estimate, is_readable, rounding_key,
+                                     set_path, uniform)
 
 # %% ../../nbs/numbers/01_quantize.ipynb #33738fee
 _all_ = ["CHUNK", "GRADIENTS", "OVERFLOW", "PATHS", "ROUNDING", "rounding_key", "set_path", "uniform"]

@@ -27,10 +27,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from altgrad.basics import (
-    LARGEST_RECORD, InputError, WriteError, is_number, make_folder, parse_json, read_small,
-    remove_leftovers, write_atomic,
-)
+from ..basics import (LARGEST_RECORD, InputError, WriteError, is_number, make_folder,
+                            parse_json, read_small, remove_leftovers, write_atomic)
 from ..numbers.formats import FP8Format
 from ..geometry.storage import load_plain_state, plain_state
 from ..model.surgery import load_points_state, points_state

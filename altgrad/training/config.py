@@ -19,9 +19,8 @@ from torch import nn
 
 from ..basics import InputError, read_yaml, unknown
 from ..numbers.formats import get_format
-from altgrad.geometry.catalogue import (
-    GEOMETRY, RULES, RuleSettings, build_rule, check_pair, get_rule,
-)
+from ..geometry.catalogue import (GEOMETRY, RULES, RuleSettings, build_rule, check_pair,
+                                        get_rule)
 from ..geometry.optim import PLACEMENTS
 from ..geometry.storage import STORAGES
 from ..model.gpt import preset

@@ -29,10 +29,9 @@ from typing import Any, Iterator
 
 import torch
 
-from altgrad.basics import (
-    COLORS, LARGEST_RECORD, InputError, WriteError, html_card, is_number, make_folder, parse_json,
-    read_small, read_yaml, remove_leftovers, svg_bars, unknown, write_atomic,
-)
+from ..basics import (COLORS, LARGEST_RECORD, InputError, WriteError, html_card, is_number,
+                            make_folder, parse_json, read_small, read_yaml, remove_leftovers,
+                            svg_bars, unknown, write_atomic)
 from .checkpoint import Checkpoints
 
 # %% ../../nbs/training/02_tracking.ipynb #e792fdad

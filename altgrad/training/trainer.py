@@ -34,9 +34,8 @@ from ..model.gpt import GPT, Classifier, label_scores, loss_from, loss_of, prese
 from ..model.parallel import agree, first, join, part, rank, total, world
 from ..model.points import LayerPrecisionRule, PrecisionConfig, parse_rules
 from ..model.products import fast_bfloat16, multiplies_narrow
-from altgrad.model.surgery import (
-    SKIP, clamp_outliers, quantize_model, quantized_layers, round_weight_gradients, rounded_once,
-)
+from ..model.surgery import (SKIP, clamp_outliers, quantize_model, quantized_layers,
+                                   round_weight_gradients, rounded_once)
 from ..watching.monitors import Measurement, Monitors, memory_bytes
 from ..watching.points import bit_histogram
 from ..watching.series import SeriesLog
@@ -44,14 +43,12 @@ from ..watching.shadow import Shadow, shadow_metrics
 from ..watching.sums import compiles
 from ..watching.thresholds import Alarms, Alert, Event, Interventions, converged
 from ..watching.updates import WeightMonitor
-from altgrad.training.checkpoint import (
-    MAX_ANOMALIES, load_tensors, pack_state, seed_everything, unpack_state,
-)
+from .checkpoint import (MAX_ANOMALIES, load_tensors, pack_state, seed_everything,
+                                         unpack_state)
 from .config import HEADS, TrainConfig, config_rule, not_one_graph, one_of, words_of
 from .data import Corpus, LabelledCorpus, load_corpus, load_labelled
-from altgrad.training.tracking import (
-    MIRRORS, MetricsLog, Mirror, RunFolder, check_log, first_line, git_commit, machine, versions,
-)
+from .tracking import (MIRRORS, MetricsLog, Mirror, RunFolder, check_log,
+                                       first_line, git_commit, machine, versions)
 
 # %% ../../nbs/training/04_trainer.ipynb #183f42d1
 class Trainer:
@@ -137,7 +134,7 @@ class Trainer:
 # %% ../../nbs/training/04_trainer.ipynb #10360b1c
 class Learner:
     "A model, its data and its optimizers, and the parts of an update."
-    def __init__(self, config: TrainConfig, corpus: Corpus, compute: Any):
+    def __init__(self, config: TrainConfig, corpus: Corpus, compute: Any):  # a `Compute`, which comes below
         labelled = corpus if isinstance(corpus, LabelledCorpus) else None
         self.config, self.corpus, self.compute = config, corpus, compute
         self.model = make_model(config, corpus.vocab_size, compute.device, labelled)

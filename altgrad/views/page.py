@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..basics import COLORS, InputError, write_atomic
+from ..basics import COLORS, InputError, is_number, write_atomic
 from ..training.tracking import StoredRun, state_of
 from .watch import Tail
 
@@ -23,8 +23,8 @@ def find_runs(
 ) -> list[StoredRun]:
     "Return the runs in a folder, by name; InputError where there is none."
     folder = Path(folder)
-    places = [folder] if (folder / "config.yaml").is_file() else sorted(p.parent
-                                                                        for p in folder.glob("*/config.yaml"))
+    alone = (folder / "config.yaml").is_file()
+    places = [folder] if alone else sorted(p.parent for p in folder.glob("*/config.yaml"))
     if not places: raise InputError(f"{folder} holds no run (config.yaml)")
     return [StoredRun(place) for place in places]
 
@@ -46,18 +46,15 @@ LOGARITHMIC = ("lr", "rule_lr", "grad_norm")
 _MOST_FLAGS = 5
 
 # %% ../../nbs/views/05_page.ipynb #704539e5
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
 def _points(rows: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[key]) for row in rows if _is_number(row.get(key))]
+    return [(row["step"], row[key]) for row in rows if is_number(row.get(key))]
 
 def read_run(
     run: StoredRun,
 ) -> RunView:
     "Read what the page shows of a run, as far as it has come."
     config, rows = run.stored_config() or {}, Tail(run.metrics_file).read()
-    peaks = {key: config[key] for key in ("lr", "rule_lr") if _is_number(config.get(key))}
+    peaks = {key: config[key] for key in ("lr", "rule_lr") if is_number(config.get(key))}
     last = {key: points[-1][1] for key in AXES if (points := _points(rows, key))}
     flags = [f"{event.get('kind', 'event')} at step {row['step']}" for row in rows
              for event in row.get("events", ())]
@@ -108,8 +105,8 @@ def draw_curves(
     "Draw the training losses as lines and the validation losses as dots."
     everything = [p for v in views for p in v.losses + v.validation]
     if not everything: return "<p>no step yet</p>"
-    last, (low, high) = max(s for s, _ in everything), (min(x for _, x in everything),
-                                                        max(x for _, x in everything))
+    losses = [loss for _, loss in everything]
+    last, low, high = max(step for step, _ in everything), min(losses), max(losses)
 
     def place(step: int, loss: float) -> tuple[float, float]:
         x = _MARGIN + (_WIDTH - 3 * _MARGIN) * step / last
@@ -122,8 +119,8 @@ def draw_curves(
         if not points: continue
         parts.append(f'<path d="{_path(points)}" {_look(v, number)}/>')
         color = html.escape(COLORS.get(v.format, "gray"))
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>'
-                  for x, y in map(lambda p: place(*p), v.validation)]
+        dots = [place(*p) for p in v.validation]
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in dots]
         parts.append(_text(points[-1][0] + 6, points[-1][1] + 4, v.name))
     return _svg("training loss by step, a line for each run; dots are validation losses", parts)
 

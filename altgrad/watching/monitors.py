@@ -24,9 +24,7 @@ from ..model.parallel import rank, total
 from ..model.products import CLASSES
 from .points import PointCounts, point_metrics
 from .sums import Parcel, compiles, rows_of
-from altgrad.watching.updates import (
-    Origin, UpdateCounts, decay_rates, plain_weight, update_metrics,
-)
+from .updates import Origin, UpdateCounts, decay_rates, plain_weight, update_metrics
 
 # %% ../../nbs/watching/04_monitors.ipynb #69cf5db5
 class GradientSums(NamedTuple):

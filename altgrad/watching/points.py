@@ -22,10 +22,9 @@ from ..model.parallel import largest, total, world
 from ..model.points import Quantizer
 from ..model.surgery import quantized_layers, quantizers
 from .metrics import FROM_SUMS
-from altgrad.watching.sums import (
-    PLACE, Parcel, add_sums, code_counts, histogram_metrics, merge_sums, round_and_sum,
-    rounding_metrics, rounding_sums, sample, sample_scale,
-)
+from .sums import (PLACE, Parcel, add_sums, code_counts, histogram_metrics,
+                                   merge_sums, round_and_sum, rounding_metrics, rounding_sums,
+                                   sample, sample_scale)
 
 # %% ../../nbs/watching/02_points.ipynb #f3b18e98
 def plot_ranges(

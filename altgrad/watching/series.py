@@ -18,10 +18,8 @@ from typing import Any, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from altgrad.basics import (
-    COLORS, LARGEST_RECORD, InputError, make_folder, one_line, parse_json, read_small,
-    remove_leftovers, write_atomic,
-)
+from ..basics import (COLORS, LARGEST_RECORD, InputError, make_folder, one_line, parse_json,
+                            read_small, remove_leftovers, write_atomic)
 from .monitors import Measurement
 
 # %% ../../nbs/watching/05_series.ipynb #a0e581fb
