@@ -23,7 +23,10 @@ setup(
     package_data={"altgrad": ["py.typed"]},
     python_requires=f">={facts['min_python']}",
     install_requires=facts["requirements"].split(),
-    extras_require={extra: facts[f"{extra}_requirements"].split() for extra in ("dev", "bench", "ray", "workspace", "integrations", "explore")},
+    extras_require={
+        extra: facts[f"{extra}_requirements"].split()
+        for extra in ("dev", "bench", "ray", "workspace", "integrations", "explore")
+    },
     entry_points={
         "console_scripts": facts["console_scripts"].split(),
         "nbdev": [f"{facts['lib_name']}={facts['lib_path']}._modidx:d"],

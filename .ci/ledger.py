@@ -23,10 +23,17 @@ def main(source: Path, folder: Path) -> None:
     for name in dict.fromkeys(row["matrix"] for row in rows):
         path, mine = folder / f"{name}.parquet", [row for row in rows if row["matrix"] == name]
         compact(mine, path)
-        stages = ", ".join(f"{n} {stage}" for stage, n in sorted(Counter(row["stage"] for row in mine).items()))
-        print(f"{path.name}: {stages}; {sum(bool(row.get('error')) for row in mine)} failed; {path.stat().st_size / 1e6:.2f} MB")
+        stages = ", ".join(
+            f"{n} {stage}" for stage, n in sorted(Counter(row["stage"] for row in mine).items())
+        )
+        print(
+            f"{path.name}: {stages}; {sum(bool(row.get('error')) for row in mine)} failed; "
+            f"{path.stat().st_size / 1e6:.2f} MB"
+        )
 
 
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3): sys.exit(__doc__)
-    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) == 3 else ROOT / "nbs/results/ledger")
+    main(
+        Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) == 3 else ROOT / "nbs/results/ledger"
+    )

@@ -1,4 +1,5 @@
-"""Looks after the notebooks: runs them, renders the README, links them to Colab and Binder, and checks that they are clean and exported."""
+"""Looks after the notebooks: runs them, renders the README, links them to Colab and Binder, and
+checks that they are clean and exported."""
 import argparse
 import filecmp
 import os
@@ -23,7 +24,8 @@ from traitlets.config import Config
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
 README = ROOT / "README.md"
-FRONTMATTER_LINE = re.compile(r"^- [\w-]+: .*\n?", re.MULTILINE)  # nbdev's `- key: value` below the title
+# nbdev's `- key: value` below the title
+FRONTMATTER_LINE = re.compile(r"^- [\w-]+: .*\n?", re.MULTILINE)
 DIRECTIVE_LINES = re.compile(r"\A(\s*#\s*\|.*(\n|\Z))+")
 LINK = re.compile(r'(\]\(|src=")([^)"#\s]+)')
 NO_SOURCE_TAG = "no-source"  # our exporter shows only the outputs of cells with this tag
@@ -60,10 +62,14 @@ def execute_one(path: Path, run_all: bool):
     "Run one notebook in a kernel of its own and store its outputs."
     nb = nbformat.read(path, as_version=4)
     for cell in nb.cells:
-        if is_skipped(cell) and not run_all: cell.metadata.tags = [SKIP_TAG]  # nbdev_clean removes the tag again
+        # nbdev_clean removes the tag again
+        if is_skipped(cell) and not run_all: cell.metadata.tags = [SKIP_TAG]
     where = {"metadata": {"path": str(path.parent)}}
     quiet = ["--log-level=ERROR"]
-    NotebookClient(nb, timeout=None, skip_cells_with_tag=SKIP_TAG, resources=where, extra_arguments=quiet, store_widget_state=False).execute()
+    NotebookClient(
+        nb, timeout=None, skip_cells_with_tag=SKIP_TAG, resources=where, extra_arguments=quiet,
+        store_widget_state=False,
+    ).execute()
     write_atomically(path, nbformat.writes(nb))
     nbdev_clean.__wrapped__(str(path))
 
@@ -95,27 +101,35 @@ def readme_markdown(cell, is_title: bool):
 def readme_code(cell):
     "A code cell as the README shows it, or None where it is hidden."
     found = directives(cell)
-    if found.keys() & {"hide", "export", "exporti", "default_exp"} or is_false(found, "include"): return None
+    if found.keys() & {"hide", "export", "exporti", "default_exp"} or is_false(found, "include"):
+        return None
     if is_false(found, "echo"): cell.metadata.tags = [NO_SOURCE_TAG]
     cell.source = DIRECTIVE_LINES.sub("", cell.source)
     if is_false(found, "output"): cell.outputs = []
     for output in cell.outputs:
         shown = output.get("data", {})
-        if "text/markdown" in shown: shown["text/markdown"] = LINK.sub(relink, shown["text/markdown"])
+        if "text/markdown" in shown:
+            shown["text/markdown"] = LINK.sub(relink, shown["text/markdown"])
     return cell
 
 
 def readme_cells(cells: list) -> list:
     "The cells that the README shows; raw cells are frontmatter."
     titles = [c for c in cells if c.cell_type == "markdown"][:1]
-    shown = [readme_code(c) if c.cell_type == "code" else readme_markdown(c, c in titles) for c in cells if c.cell_type != "raw"]
+    shown = [
+        readme_code(c) if c.cell_type == "code" else readme_markdown(c, c in titles)
+        for c in cells
+        if c.cell_type != "raw"
+    ]
     return [c for c in shown if c is not None]
 
 
 def markdown_exporter() -> MarkdownExporter:
     "nbconvert's exporter, preferring the outputs that GitHub shows best."
     config = Config()
-    config.NbConvertBase.display_data_priority = ["text/markdown", "image/png", "text/html", "text/plain"]
+    config.NbConvertBase.display_data_priority = [
+        "text/markdown", "image/png", "text/html", "text/plain"
+    ]
     config.TagRemovePreprocessor.enabled = True
     config.TagRemovePreprocessor.remove_input_tags = {NO_SOURCE_TAG}
     return MarkdownExporter(config=config)
@@ -125,9 +139,14 @@ def render_readme() -> str:
     "The text of README.md."
     nb = nbformat.read(NBS / get_config().readme_nb, as_version=4)
     nb.cells = readme_cells(nb.cells)
-    nb.metadata.language_info = {"name": "python"}  # for the code fences; nbdev_clean removes it from notebooks
+    # for the code fences; nbdev_clean removes it from notebooks
+    nb.metadata.language_info = {"name": "python"}
     text, resources = markdown_exporter().from_notebook_node(nb)
-    if resources.get("outputs"): sys.exit("index.ipynb: save figures under nbs/images and link to them; the README cannot hold them")
+    if resources.get("outputs"):
+        sys.exit(
+            "index.ipynb: save figures under nbs/images and link to them; the README cannot hold "
+            "them"
+        )
     return re.sub(r"\n{3,}", "\n\n", strip_ansi(text)).strip() + "\n"
 
 
@@ -144,8 +163,10 @@ def readme(args) -> int:
 # links: where a page can be run by a click, and what makes that work; the same on every page
 
 
-FROZEN = {"studies/protocol.ipynb"}  # was committed before the runs of the study, and is not changed
-BADGES = re.compile(r"(\n\n)?(<small>)?\[(Open in )?Colab\]\(\S*\)[^\n]*")  # as they are, and as they were
+# was committed before the runs of the study, and is not changed
+FROZEN = {"studies/protocol.ipynb"}
+# as they are, and as they were
+BADGES = re.compile(r"(\n\n)?(<small>)?\[(Open in )?Colab\]\(\S*\)[^\n]*")
 
 
 def badges(name: str) -> str:
@@ -158,23 +179,32 @@ def badges(name: str) -> str:
 
 
 def colab_cell(name: str) -> str:
-    "Colab opens a notebook alone: this cell fetches the project, installs it, and goes to the notebook's folder. It does nothing elsewhere."
+    """Colab opens a notebook alone: this cell fetches the project, installs it,
+    and goes to the notebook's folder. It does nothing elsewhere."""
     config = get_config()
     return "\n".join([
-        "#| hide", "#| eval: false", "import os", "import subprocess", "",
+        "#| hide",
+        "#| eval: false",
+        "import os",
+        "import subprocess",
+        "",
         'if os.path.isdir("/content"):  # Google Colab',
-        f'    subprocess.run("git clone -q --depth 1 {config.git_url} /content/altgrad && pip install -q \'/content/altgrad[dev]\'", shell=True, check=True)',
-        f'    os.chdir("/content/altgrad/{posixpath.dirname(f"nbs/{name}")}")'])
+        f'    subprocess.run("git clone -q --depth 1 {config.git_url} /content/altgrad && pip '
+        'install -q \'/content/altgrad[dev]\'", shell=True, check=True)',
+        f'    os.chdir("/content/altgrad/{posixpath.dirname(f"nbs/{name}")}")',
+    ])
 
 
 def with_links(nb, name: str):
     "The notebook with both in its second and third cell."
     second = nb.cells[1]
-    if second.cell_type != "markdown": sys.exit(f"{name}: the second cell must be text, and holds the links")
+    if second.cell_type != "markdown":
+        sys.exit(f"{name}: the second cell must be text, and holds the links")
     said = BADGES.sub("", second.source).strip()
     second.source = f"{said}\n\n{badges(name)}".strip()
     source = colab_cell(name)
-    if "# Google Colab" not in nb.cells[2].source: nb.cells.insert(2, nbformat.v4.new_code_cell(source))
+    if "# Google Colab" not in nb.cells[2].source:
+        nb.cells.insert(2, nbformat.v4.new_code_cell(source))
     nb.cells[2].source = source
     return nb
 
@@ -192,7 +222,8 @@ def links(args) -> int:
         if args.check: continue
         write_atomically(path, nbformat.writes(after))
         nbdev_clean.__wrapped__(str(path))
-    for name in stale if args.check else (): print(f"{name} lacks its links: run .ci/notebooks.py links", file=sys.stderr)
+    for name in stale if args.check else ():
+        print(f"{name} lacks its links: run .ci/notebooks.py links", file=sys.stderr)
     return int(args.check and bool(stale))
 
 
@@ -205,18 +236,25 @@ def check_clean(args) -> int:
         copies = Path(folder) / "nbs"
         shutil.copytree(NBS, copies, symlinks=True)
         nbdev_clean.__wrapped__(str(copies))
-        dirty = [p for p in sorted(nbglob(NBS, as_path=True)) if p.read_bytes() != (copies / p.relative_to(NBS)).read_bytes()]
-    for path in dirty: print(f"{path.relative_to(ROOT)} is not clean: run `make export`", file=sys.stderr)
+        dirty = [
+            p
+            for p in sorted(nbglob(NBS, as_path=True))
+            if p.read_bytes() != (copies / p.relative_to(NBS)).read_bytes()
+        ]
+    for path in dirty:
+        print(f"{path.relative_to(ROOT)} is not clean: run `make export`", file=sys.stderr)
     return int(bool(dirty))
 
 
 def export_copy(folder: Path):
-    "Export the notebooks into `folder`, from nothing but __init__.py, so that a module without a notebook is noticed."
+    """Export the notebooks into `folder`, from nothing but __init__.py,
+    so that a module without a notebook is noticed."""
     shutil.copy(ROOT / "settings.ini", folder)
     shutil.copytree(NBS, folder / "nbs", symlinks=True)
     (folder / "altgrad").mkdir()
     shutil.copy(ROOT / "altgrad/__init__.py", folder / "altgrad")
-    env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # nbdev_export does nothing where it is set
+    # nbdev_export does nothing where it is set
+    env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}
     code = "from nbdev.doclinks import nbdev_export; nbdev_export.__wrapped__()"
     subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, check=True)
 
@@ -226,10 +264,16 @@ def check_export(args) -> int:
     with tempfile.TemporaryDirectory() as folder:
         export_copy(Path(folder))
         new, old = Path(folder, "altgrad"), ROOT / "altgrad"
-        names = sorted({p.relative_to(top).as_posix() for top in (new, old) for p in top.rglob("*.py")})
+        names = sorted({
+            p.relative_to(top).as_posix() for top in (new, old) for p in top.rglob("*.py")
+        })
         _, differ, missing = filecmp.cmpfiles(new, old, names, shallow=False)
     for name in sorted(differ + missing):
-        print(f"altgrad/{name} is not what the notebooks export: run `make export` (it overwrites edits made in altgrad/)", file=sys.stderr)
+        print(
+            f"altgrad/{name} is not what the notebooks export: run `make export` (it overwrites "
+            "edits made in altgrad/)",
+            file=sys.stderr,
+        )
     return int(bool(differ + missing))
 
 
@@ -239,16 +283,24 @@ def parse_args() -> argparse.Namespace:
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("execute", help="run notebooks in place and keep their outputs")
     run.add_argument("notebooks", nargs="*", type=Path, help="default: all of them")
-    run.add_argument("--all", action="store_true", help="also run cells marked eval: false, notest or slow")
+    run.add_argument(
+        "--all", action="store_true", help="also run cells marked eval: false, notest or slow"
+    )
     run.set_defaults(function=execute)
     render = commands.add_parser("readme", help="write README.md from nbs/index.ipynb")
     render.add_argument("--check", action="store_true", help="only compare; exit 1 if it differs")
     render.set_defaults(function=readme)
     place = commands.add_parser("links", help="write the links to Colab and Binder into every page")
-    place.add_argument("--check", action="store_true", help="only compare; exit 1 if some page lacks them")
+    place.add_argument(
+        "--check", action="store_true", help="only compare; exit 1 if some page lacks them"
+    )
     place.set_defaults(function=links)
-    commands.add_parser("check-clean", help="would nbdev_clean change a notebook?").set_defaults(function=check_clean)
-    commands.add_parser("check-export", help="would nbdev_export change altgrad/?").set_defaults(function=check_export)
+    commands.add_parser("check-clean", help="would nbdev_clean change a notebook?").set_defaults(
+        function=check_clean
+    )
+    commands.add_parser("check-export", help="would nbdev_export change altgrad/?").set_defaults(
+        function=check_export
+    )
     return parser.parse_args()
 
 

@@ -2,8 +2,10 @@
 
 python .ci/offline.py FOLDER
 
-Removes the scripts that Quarto adds for widgets (nothing here uses them), and fails if a page still asks for something
-elsewhere. Quarto puts require.js and jQuery, from a CDN, into each page that has an HTML output, also where that output
+Removes the scripts that Quarto adds for widgets (nothing here uses them), and fails if a page still
+asks for something
+elsewhere. Quarto puts require.js and jQuery, from a CDN, into each page that has an HTML output,
+also where that output
 is a table (`extractJupyterWidgetDependencies` in quarto-cli's src/core/jupyter/widgets.ts).
 """
 import re

@@ -1,4 +1,5 @@
-"""Packs the two texts of the ledger, so that a clone can replay its rows: nbs/results/ledger/texts/<label>.tar.xz.
+"""Packs the two texts of the ledger, so that a clone can replay its rows:
+nbs/results/ledger/texts/<label>.tar.xz.
 
 python .ci/pack_texts.py eurlex=path:TEXT [stdlib=stdlib]     each with the hash that the ledger's rows name, else it is refused
 The archives depend on nothing but the texts: names in order, no times, no owners.
@@ -19,7 +20,10 @@ FOLDER = Path(__file__).resolve().parent.parent / "nbs/results/ledger"
 
 def documents(data: str) -> list[tuple[str, bytes]]:
     "The documents of a text, by their names."
-    if data != "stdlib": return [(name, path.read_bytes()) for name, path in _files(Path(data.removeprefix("path:")))]
+    if data != "stdlib":
+        return [
+            (name, path.read_bytes()) for name, path in _files(Path(data.removeprefix("path:")))
+        ]
     found = []
     for name, path in _walk(Path(sysconfig.get_path("stdlib")), NOT_LIBRARY):
         if path.suffix != ".py" or NOT_SHARED.fullmatch(path.name): continue
@@ -40,7 +44,9 @@ def pack(files: list[tuple[str, bytes]]) -> bytes:
 
 
 def main(pairs: list[str]) -> int:
-    wanted = {row["corpus"]: row["corpus_sha"] for row in read_ledger(FOLDER) if not row.get("error")}
+    wanted = {
+        row["corpus"]: row["corpus_sha"] for row in read_ledger(FOLDER) if not row.get("error")
+    }
     for label, _, data in (pair.partition("=") for pair in pairs):
         path = FOLDER / "texts" / f"{label}.tar.xz"
         path.parent.mkdir(exist_ok=True)
@@ -48,7 +54,10 @@ def main(pairs: list[str]) -> int:
         got = load_corpus(f"path:{path}").hash
         if got != wanted[label]:
             path.unlink()
-            sys.exit(f"{label}: the hash of this text is {got[:16]}, that of the ledger's rows {wanted[label][:16]}")
+            sys.exit(
+                f"{label}: the hash of this text is {got[:16]}, that of the ledger's rows "
+                f"{wanted[label][:16]}"
+            )
         print(f"{path}: {path.stat().st_size / 1e6:.2f} MB, hash {got[:16]}")
     return 0
 

@@ -1,4 +1,5 @@
-"""Makes this machine compute as others would: runs what depends on floating-point sums in every setting, or measures what a setting moves.
+"""Makes this machine compute as others would: runs what depends on floating-point sums in every
+setting, or measures what a setting moves.
 
 python .ci/portable.py             # the notebooks and tests below in every setting that computes otherwise here; `make portable` (an hour on two cores)
 python .ci/portable.py --quick     # the two settings that differ most, on the notebooks where a sum decides most; part of .ci/run (minutes)
@@ -47,7 +48,9 @@ SETTINGS = {  # environment of a process, by what it stands for
     "oneDNN with AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
     "oneDNN with AVX-512, without AMX and bfloat16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
     "MKL compatible": {"MKL_CBWR": "COMPATIBLE"},
-    "all three at their least": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
+    "all three at their least": {
+        "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"
+    },
     "two threads": {"OMP_NUM_THREADS": "2"},
 }
 NOTEBOOKS = """
@@ -72,56 +75,91 @@ QUICK = """
 
 
 def environment(setting: str) -> dict[str, str]:
-    "The environment of a process in a setting: offline, and with one thread unless the setting says more."
+    """The environment of a process in a setting:
+    offline, and with one thread unless the setting says more."""
     held = {name for values in SETTINGS.values() for name in values}
     plain = {k: v for k, v in os.environ.items() if k not in held}
-    return {**plain, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **SETTINGS[setting]}
+    return {
+        **plain, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT),
+        **SETTINGS[setting],
+    }
 
 
 # run
 
 
 def differing(settings: list[str]) -> list[str]:
-    "The settings that compute otherwise here than this machine does without one (`make test` covers that) and than one before them."
+    """The settings that compute otherwise here than this machine does without one
+    (`make test` covers that) and than one before them."""
     seen = {fingerprint("as it is"): "as it is"}
     for setting in settings:
         first = seen.setdefault(fingerprint(setting), setting)
-        if first != setting: print(f"{setting}: computes as \"{first}\" does on this machine, not run again", flush=True)
+        if first != setting:
+            print(
+                f"{setting}: computes as \"{first}\" does on this machine, not run again",
+                flush=True,
+            )
     return [s for s in seen.values() if s != "as it is"]
 
 
 def fingerprint(setting: str) -> str:
-    "What a process in a setting computes for sums, products and functions, with its threads and vectors."
-    done = subprocess.run([sys.executable, __file__, "--fingerprint"], cwd=ROOT, env=environment(setting), stdout=subprocess.PIPE, text=True, check=True)
+    """What a process in a setting computes for sums,
+    products and functions, with its threads and vectors."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--fingerprint"],
+        cwd=ROOT,
+        env=environment(setting),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     return done.stdout
 
 
 def command(name: str) -> list[str]:
     "What runs a notebook or a test file."
-    if name.startswith("test_"): return [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{name}.py"]
-    return [str(Path(sys.executable).with_name("nbdev_test")), "--path", f"nbs/{name}.ipynb", "--n_workers", "1", "--do_print"]
+    if name.startswith("test_"):
+        return [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{name}.py"]
+    return [
+        str(Path(sys.executable).with_name("nbdev_test")), "--path", f"nbs/{name}.ipynb",
+        "--n_workers", "1", "--do_print",
+    ]
 
 
 def run(setting: str, name: str) -> tuple[int, float, str]:
     "Exit code, seconds and output of one notebook or test file in one setting."
     began = time.perf_counter()
-    done = subprocess.run(command(name), cwd=ROOT, env=environment(setting), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command(name), cwd=ROOT, env=environment(setting), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )
     return done.returncode, time.perf_counter() - began, done.stdout
 
 
-# torch 2.13 writes such C++ where its own ATEN_CPU_CAPABILITY=default says that there are no vectors: no fault of what is tested, and no pass either
+# torch 2.13 writes such C++ where its own ATEN_CPU_CAPABILITY=default says that there are no
+# vectors: no fault of what is tested, and no pass either
 TORCH_CANNOT = "‘at::vec’ has not been declared"
 
 
 def run_all(settings: list[str], names: list[str]) -> int:
-    "Runs everything, as many at a time as there are cores for their threads; a line for each, a table at the end; how many failed."
-    failed, left, seconds = {s: [] for s in settings}, {s: [] for s in settings}, dict.fromkeys(settings, 0.0)
+    """Runs everything, as many at a time as there are cores for their threads;
+    a line for each, a table at the end; how many failed."""
+    failed = {s: [] for s in settings}
+    left = {s: [] for s in settings}
+    seconds = dict.fromkeys(settings, 0.0)
     for setting in settings:
         threads = int(SETTINGS[setting].get("OMP_NUM_THREADS", 1))
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // threads)) as pool:
-            for name, (code, took, output) in zip(names, pool.map(run, [setting] * len(names), names), strict=True):
+            for name, (code, took, output) in zip(
+                names, pool.map(run, [setting] * len(names), names), strict=True
+            ):
                 impossible = bool(code) and TORCH_CANNOT in output
-                print(f"{setting}: {name}: {'not compiled by torch' if impossible else 'FAILED' if code else 'ok'}, {took:.0f} s", flush=True)
+                print(
+                    f"{setting}: {name}: "
+                    f"{'not compiled by torch' if impossible else 'FAILED' if code else 'ok'}, "
+                    f"{took:.0f} s",
+                    flush=True,
+                )
                 seconds[setting] += took
                 if impossible: left[setting].append(name)
                 if not code or impossible: continue
@@ -130,7 +168,10 @@ def run_all(settings: list[str], names: list[str]) -> int:
     print(f"\n{'setting':46} {'passed':>8} {'seconds':>8}  failed; not compiled by torch")
     for s in settings:
         passed = len(names) - len(failed[s]) - len(left[s])
-        print(f"{s:46} {passed:>4}/{len(names):<3} {seconds[s]:>8.0f}  {', '.join(failed[s]) or '-'}; {', '.join(left[s]) or '-'}")
+        print(
+            f"{s:46} {passed:>4}/{len(names):<3} {seconds[s]:>8.0f}  "
+            f"{', '.join(failed[s]) or '-'}; {', '.join(left[s]) or '-'}"
+        )
     return sum(map(len, failed.values()))
 
 
@@ -138,22 +179,34 @@ def run_all(settings: list[str], names: list[str]) -> int:
 
 
 def checksum(*tensors: Tensor) -> str:
-    "SHA-256 of the bytes of tensors; every NaN counts as the same one, because IEEE 754 leaves its bits open."
+    """SHA-256 of the bytes of tensors; every NaN counts as the same one,
+    because IEEE 754 leaves its bits open."""
     digest = hashlib.sha256()
     for t in tensors:
-        t = torch.where(t.isnan(), torch.full_like(t, float("nan")), t) if t.is_floating_point() else t
-        digest.update(t.detach().contiguous().view(torch.uint8).numpy().tobytes() if t.dim() else t.reshape(1).view(torch.uint8).numpy().tobytes())
+        t = (
+            torch.where(t.isnan(), torch.full_like(t, float("nan")), t)
+            if t.is_floating_point()
+            else t
+        )
+        digest.update(
+            t.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            if t.dim()
+            else t.reshape(1).view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
 def inputs(name: str) -> Tensor:
-    "Float32 inputs from whole numbers alone: patterns all over float32, and a format's values and midpoints with their neighbours."
+    """Float32 inputs from whole numbers alone: patterns all over float32,
+    and a format's values and midpoints with their neighbours."""
     everywhere = torch.arange(-(2**31), 2**31, 50_021).to(torch.int32).view(torch.float32)
     values = get_format(name).values.double()
     values = values[values.isfinite()].unique()
     edges = torch.cat([values, (values[1:] + values[:-1]) / 2]).float()
     bits = edges.view(torch.int32)
-    return torch.cat([everywhere, edges, (bits + 1).view(torch.float32), (bits - 1).view(torch.float32)])
+    return torch.cat([
+        everywhere, edges, (bits + 1).view(torch.float32), (bits - 1).view(torch.float32)
+    ])
 
 
 def within(name: str) -> Tensor:
@@ -177,13 +230,31 @@ def exact() -> dict[str, str]:
     over = {name: (inputs(name), get_format(name)) for name in EIGHT_BIT}
     counted = {name: quantize_stats(x, fmt)[1] for name, (x, fmt) in over.items()}
     return {
-        "codes": checksum(*(t for _, fmt in over.values() for t in (fmt.values, encode(fmt, fmt.values)))),
+        "codes": checksum(
+            *(t for _, fmt in over.values() for t in (fmt.values, encode(fmt, fmt.values)))
+        ),
         "rounding to nearest": checksum(*(fake_quantize(x, fmt) for x, fmt in over.values())),
-        "the other roundings": checksum(*(fake_quantize(x, fmt, rounding=r) for x, fmt in over.values() for r in ("toward_zero", "up", "down", "away"))),
-        "counts and histograms": checksum(*(t for s in counted.values() for t in (s.overflow, s.underflow, s.nan, s.inf, s.histogram))),
+        "the other roundings": checksum(
+            *(
+                fake_quantize(x, fmt, rounding=r)
+                for x, fmt in over.values()
+                for r in ("toward_zero", "up", "down", "away")
+            )
+        ),
+        "counts and histograms": checksum(
+            *(
+                t
+                for s in counted.values()
+                for t in (s.overflow, s.underflow, s.nan, s.inf, s.histogram)
+            )
+        ),
         "stochastic bits": checksum(uniform((300_000,), key)),
-        "stochastic rounding": checksum(*(fake_quantize(x, fmt, rounding="stochastic", key=key) for x, fmt in over.values())),
-        "writes to the grid": checksum(*(t for name, s in product(EIGHT_BIT, grid_storages()) for t in writes(name, s))),
+        "stochastic rounding": checksum(
+            *(fake_quantize(x, fmt, rounding="stochastic", key=key) for x, fmt in over.values())
+        ),
+        "writes to the grid": checksum(
+            *(t for name, s in product(EIGHT_BIT, grid_storages()) for t in writes(name, s))
+        ),
     }
 
 
@@ -196,7 +267,8 @@ def operands() -> tuple[Tensor, Tensor]:
 
 
 def products() -> dict[str, str]:
-    "Checksums of sums, products and functions of the same numbers: IEEE 754 says of none of them which last digit it has."
+    """Checksums of sums, products and functions of the same numbers:
+    IEEE 754 says of none of them which last digit it has."""
     a, b = operands()
     torch.manual_seed(0)
     return {
@@ -212,24 +284,39 @@ def products() -> dict[str, str]:
 
 
 UPDATES, SEEDS = 60, (42, 43)
-TRAINED = [("bf16_baseline", s) for s in SEEDS] + [(name, SEEDS[0]) for name in ("e5m2_fp8", "e7m0_fp8")]
-ARMS = {"E5M2, stochastic": Arm("E5M2", "grid_stochastic", "adamw", corpus="words"), "E7M0, nearest": Arm("E7M0", "grid_nearest", "adamw", corpus="words")}
+TRAINED = [("bf16_baseline", s) for s in SEEDS] + [
+    (name, SEEDS[0]) for name in ("e5m2_fp8", "e7m0_fp8")
+]
+ARMS = {
+    "E5M2, stochastic": Arm("E5M2", "grid_stochastic", "adamw", corpus="words"),
+    "E7M0, nearest": Arm("E7M0", "grid_nearest", "adamw", corpus="words"),
+}
 
 
 def text() -> str:
-    "80,000 words of the license, drawn at random: the same text in every checkout and with every Python."
-    return " ".join(random.Random(0).choices((ROOT / "LICENSE").read_text(encoding="utf-8").split(), k=80_000))
+    """80,000 words of the license, drawn at random:
+    the same text in every checkout and with every Python."""
+    return " ".join(
+        random.Random(0).choices((ROOT / "LICENSE").read_text(encoding="utf-8").split(), k=80_000)
+    )
 
 
 def losses() -> dict[str, float]:
-    "Validation losses, in nats: of gpt-tiny after 60 updates, of a small model after 200, and of arms of the instrument after 20 more."
+    """Validation losses, in nats: of gpt-tiny after 60 updates, of a small model after 200,
+    and of arms of the instrument after 20 more."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "words.txt")
         file.write_text(text(), encoding="utf-8")
-        found, common = {}, dict(max_steps=UPDATES, data=f"path:{file}", eval_every=UPDATES, checkpoint_every=UPDATES, device="cpu")
+        found = {}
+        common = dict(
+            max_steps=UPDATES, data=f"path:{file}", eval_every=UPDATES, checkpoint_every=UPDATES,
+            device="cpu",
+        )
         for name, seed in TRAINED:
             config = find_config(name, {**common, "seed": seed, "name": f"{name}-{seed}"})
-            found[f"{name}, seed {seed}"] = Trainer(config, Path(folder)).run(progress=False)["results"]["val_loss"]
+            found[f"{name}, seed {seed}"] = Trainer(config, Path(folder)).run(progress=False)[
+                "results"
+            ]["val_loss"]
         return found | instrument_losses(Path(folder), file)
 
 
@@ -239,11 +326,14 @@ def instrument_losses(folder: Path, file: Path) -> dict[str, float]:
     recipe = replace(RECIPES["stdlib-0.1m"], steps=200)
     torch.save(pretrain(recipe, 0, bench.corpus("words")), folder / "stdlib-0.1m-0.pt")
     rows = {name: run_arm(arm, bench) for name, arm in ARMS.items()}
-    return {"pretrained, 200 updates": next(iter(rows.values()))["frozen_loss"]} | {f"{name}, 20 updates": row["raw_loss"] for name, row in rows.items()}
+    return {"pretrained, 200 updates": next(iter(rows.values()))["frozen_loss"]} | {
+        f"{name}, 20 updates": row["raw_loss"] for name, row in rows.items()
+    }
 
 
 def first_losses() -> list[float]:
-    "The training losses of a small GPT's first updates on given bytes: attention, layer norms and their gradients in one number."
+    """The training losses of a small GPT's first updates on given bytes:
+    attention, layer norms and their gradients in one number."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=256, block_size=32, n_layer=2, n_head=2, n_embd=64))
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
@@ -270,21 +360,45 @@ def cpu() -> str:
     try: lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError: return machine()["cpu"]
     facts = dict(map(str.strip, line.split(":", 1)) for line in reversed(lines) if ":" in line)
-    return f"{machine()['cpu']}, family {facts.get('cpu family', '?')}, model {facts.get('model', '?')}"
+    return (
+        f"{machine()['cpu']}, family {facts.get('cpu family', '?')}, model "
+        f"{facts.get('model', '?')}"
+    )
 
 
 def measure_all(path: Path) -> int:
-    "Measures every setting in a process of its own, and puts the results beside those of other machines; each is stored at once."
+    """Measures every setting in a process of its own,
+    and puts the results beside those of other machines; each is stored at once."""
     commit, here = git_commit(), cpu()
     for setting in SETTINGS:
         began = time.perf_counter()
-        done = subprocess.run([sys.executable, __file__, "--here"], cwd=ROOT, env=environment(setting), stdout=subprocess.PIPE, text=True, check=True)
-        facts = {"cpu": here, "machine": machine(), "setting": setting, "versions": versions(), "commit": commit}
-        keep(path, "entries", f"{here} / {setting}", {**facts, **json.loads(done.stdout.splitlines()[-1])})
+        done = subprocess.run(
+            [sys.executable, __file__, "--here"],
+            cwd=ROOT,
+            env=environment(setting),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        facts = {
+            "cpu": here, "machine": machine(), "setting": setting, "versions": versions(),
+            "commit": commit,
+        }
+        keep(
+            path,
+            "entries",
+            f"{here} / {setting}",
+            {**facts, **json.loads(done.stdout.splitlines()[-1])},
+        )
         print(f"{setting}: {time.perf_counter() - began:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "verify.json")
-        for rounding, names in PROVED.items(): subprocess.run([*PROVE, "--out", file, "--rounding", rounding, "--format", *names], cwd=ROOT, check=True)
+        for rounding, names in PROVED.items():
+            subprocess.run(
+                [*PROVE, "--out", file, "--rounding", rounding, "--format", *names],
+                cwd=ROOT,
+                check=True,
+            )
         keep(path, "proofs", here, part_of_the_proof(file))
         run = Trainer(find_config(DEMO), folder)
         run.run(progress=False)
@@ -294,9 +408,18 @@ def measure_all(path: Path) -> int:
 
 def keep(path: Path, part: str, key: str, value: dict[str, Any]) -> None:
     "Stores one result beside the others."
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"entries": {}, "proofs": {}, "demos": {}}
-    stored["config"] = {"updates": UPDATES, "trained": [list(t) for t in TRAINED], "arms": list(ARMS), "settings": SETTINGS,
-                        "text": hashlib.sha256(text().encode()).hexdigest()}
+    stored = (
+        json.loads(path.read_text(encoding="utf-8"))
+        if path.is_file()
+        else {"entries": {}, "proofs": {}, "demos": {}}
+    )
+    stored["config"] = {
+        "updates": UPDATES,
+        "trained": [list(t) for t in TRAINED],
+        "arms": list(ARMS),
+        "settings": SETTINGS,
+        "text": hashlib.sha256(text().encode()).hexdigest(),
+    }
     stored[part][key] = value
     write_atomic(path, json.dumps(stored, indent=1) + "\n")
 
@@ -308,34 +431,78 @@ PROVED = {"nearest": ("E4M3", "E7M0"), "stochastic": ("E3M4", "E4M3", "E5M2", "E
 
 
 def part_of_the_proof(path: Path) -> dict[str, Any]:
-    "From a file of `make verify`: the circumstances, and what of its results does not depend on the time."
+    """From a file of `make verify`: the circumstances,
+    and what of its results does not depend on the time."""
     stored = json.loads(path.read_text(encoding="utf-8"))
-    rows = {key: stored["results"][key] for key in (f"{name}/{rounding}/saturate" for rounding, names in PROVED.items() for name in names)}
-    results = {key: {k: v for k, v in row.items() if k in ("patterns", "segments", "draws", "standard_errors", "mismatches")} for key, row in rows.items()}
+    rows = {
+        key: stored["results"][key]
+        for key in (
+            f"{name}/{rounding}/saturate" for rounding, names in PROVED.items() for name in names
+        )
+    }
+    results = {
+        key: {
+            k: v
+            for k, v in row.items()
+            if k in ("patterns", "segments", "draws", "standard_errors", "mismatches")
+        }
+        for key, row in rows.items()
+    }
     commit, code = (next(iter(rows.values()))[key] for key in ("commit", "code"))
-    return {"machine": stored["machine"], "versions": stored["versions"], "commit": commit, "code": code, "results": results}
+    return {
+        "machine": stored["machine"], "versions": stored["versions"], "commit": commit,
+        "code": code, "results": results,
+    }
 
 
 def course_of(record: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     "From a run's record and rows: the circumstances, and its losses."
-    facts = {"machine": record["machine"], "versions": record["versions"], "commit": record["git_commit"].rstrip("+"), "seed": record["seed"]}
-    return {**facts, "compute_dtype": record["compute_dtype"], "corpus": record["corpus"]["hash"], "val_loss": record["results"]["val_loss"],
-            "loss": [round(row["loss"], 5) for row in rows]}
+    facts = {
+        "machine": record["machine"],
+        "versions": record["versions"],
+        "commit": record["git_commit"].rstrip("+"),
+        "seed": record["seed"],
+    }
+    return {
+        **facts,
+        "compute_dtype": record["compute_dtype"],
+        "corpus": record["corpus"]["hash"],
+        "val_loss": record["results"]["val_loss"],
+        "loss": [round(row["loss"], 5) for row in rows],
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="two settings, few notebooks")
     what.add_argument("--measure", action="store_true", help=f"write {STORED.relative_to(ROOT)}")
-    what.add_argument("--fingerprint", action="store_true", help="print what tells this setting from others, as JSON")
-    what.add_argument("--here", action="store_true", help="print what this process measures, as JSON")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these notebooks or tests, e.g. geometry/03_optim test_optim")
+    what.add_argument(
+        "--fingerprint", action="store_true",
+        help="print what tells this setting from others, as JSON",
+    )
+    what.add_argument(
+        "--here", action="store_true", help="print what this process measures, as JSON"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME",
+        help="these notebooks or tests, e.g. geometry/03_optim test_optim",
+    )
     args = parser.parse_args()
     if args.here: return print(json.dumps(measure_here()))
-    if args.fingerprint: return print(json.dumps([torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), products(), first_losses()]))
+    if args.fingerprint:
+        return print(
+            json.dumps([
+                torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), products(),
+                first_losses(),
+            ])
+        )
     if args.measure: return measure_all(STORED)
-    settings, names = (list(QUICK_SETTINGS), QUICK) if args.quick else (list(SETTINGS), NOTEBOOKS + TESTS)
+    settings, names = (
+        (list(QUICK_SETTINGS), QUICK) if args.quick else (list(SETTINGS), NOTEBOOKS + TESTS)
+    )
     return int(run_all(differing(settings), args.only or names) > 0)
 
 

@@ -1,4 +1,5 @@
-"""Measures how the code reads, beside what is wanted: `make style` prints the table. It informs; what can be held, ruff holds.
+"""Measures how the code reads, beside what is wanted: `make style` prints the table. It informs;
+what can be held, ruff holds.
 
 python .ci/style.py            # of this tree
 python .ci/style.py --json     # the same, to compare two trees
@@ -35,7 +36,9 @@ WANTED = {
 
 def sources() -> list[Path]:
     "The package's modules."
-    return sorted(p for p in (ROOT / "altgrad").rglob("*.py") if p.name not in ("_modidx.py", "__init__.py"))
+    return sorted(
+        p for p in (ROOT / "altgrad").rglob("*.py") if p.name not in ("_modidx.py", "__init__.py")
+    )
 
 
 def is_code(line: str) -> bool:
@@ -46,13 +49,19 @@ def is_code(line: str) -> bool:
 def nested_f_strings(tree: ast.AST) -> int:
     "How many f-strings stand within another one."
     outer = [n for n in ast.walk(tree) if isinstance(n, ast.JoinedStr)]
-    return sum(isinstance(inner, ast.JoinedStr) and inner is not n for n in outer for inner in ast.walk(n))
+    return sum(
+        isinstance(inner, ast.JoinedStr) and inner is not n for n in outer for inner in ast.walk(n)
+    )
 
 
 def tangled(tree: ast.AST) -> int:
     "Comprehensions with two loops, or with another comprehension inside."
     found = [n for n in ast.walk(tree) if isinstance(n, COMPREHENSIONS)]
-    return sum(len(n.generators) > 1 or any(isinstance(m, COMPREHENSIONS) and m is not n for m in ast.walk(n)) for n in found)
+    return sum(
+        len(n.generators) > 1
+        or any(isinstance(m, COMPREHENSIONS) and m is not n for m in ast.walk(n))
+        for n in found
+    )
 
 
 def function_lines(trees: list[ast.Module]) -> list[int]:
@@ -63,13 +72,26 @@ def function_lines(trees: list[ast.Module]) -> list[int]:
 
 def private_imports(trees: list[ast.Module]) -> int:
     "Names with a leading underscore that one module takes from another."
-    taken = [a.name for t in trees for n in ast.walk(t) if isinstance(n, ast.ImportFrom) and n.level for a in n.names]
+    taken = [
+        a.name
+        for t in trees
+        for n in ast.walk(t)
+        if isinstance(n, ast.ImportFrom) and n.level
+        for a in n.names
+    ]
     return sum(name.startswith("_") for name in taken)
 
 
 def only_children(trees: list[ast.Module]) -> int:
     "Private base classes that exactly one class has."
-    bases = [b.id for t in trees for n in ast.walk(t) if isinstance(n, ast.ClassDef) for b in n.bases if isinstance(b, ast.Name)]
+    bases = [
+        b.id
+        for t in trees
+        for n in ast.walk(t)
+        if isinstance(n, ast.ClassDef)
+        for b in n.bases
+        if isinstance(b, ast.Name)
+    ]
     return sum(name.startswith("_") and bases.count(name) == 1 for name in set(bases))
 
 
@@ -79,7 +101,12 @@ def of_code() -> dict[str, float]:
     lines = [line for text in texts for line in text.splitlines() if is_code(line)]
     trees = [ast.parse(text) for text in texts]
     share = 1000 / len(lines)
-    statements = [n for t in trees for n in ast.walk(t) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Tuple)]
+    statements = [
+        n
+        for t in trees
+        for n in ast.walk(t)
+        if isinstance(n, ast.Expr) and isinstance(n.value, ast.Tuple)
+    ]
     lambdas = [n for t in trees for n in ast.walk(t) if isinstance(n, ast.Lambda)]
     functions = function_lines(trees)
     return {
@@ -119,7 +146,9 @@ def before_output(cells: list[dict]) -> tuple[int, int]:
 def of_notebooks() -> dict[str, float]:
     "What is measured in the notebooks and the README."
     found = list(notebooks())
-    exported = ["".join(c["source"]) for cells in found for c in cells if EXPORT.match("".join(c["source"]))]
+    exported = [
+        "".join(c["source"]) for cells in found for c in cells if EXPORT.match("".join(c["source"]))
+    ]
     words, lines = zip(*map(before_output, found))
     readme = (ROOT / "README.md").read_text(encoding="utf-8").split("```")[0]
     return {
@@ -131,7 +160,9 @@ def of_notebooks() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     found = of_code() | of_notebooks()
     if parser.parse_args().json: return print(json.dumps(found, indent=1))

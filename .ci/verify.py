@@ -1,10 +1,13 @@
-"""Checks the quantizer on every float32 there is: all 2^32 bit patterns, for every format, rounding mode and overflow policy.
+"""Checks the quantizer on every float32 there is: all 2^32 bit patterns, for every format, rounding
+mode and overflow policy.
 
 python .ci/verify.py                                     # everything; results that are stored already are kept
 python .ci/verify.py --rounding nearest --overflow saturate --format E4M3 E5M2
 
-Over the float32 patterns of one sign, in order, the right answer is a staircase of at most some hundreds of steps. They are worked out in exact rational
-arithmetic (`segments`); then the public function quantizes every pattern, and every step is compared, bit for bit, with its one right answer.
+Over the float32 patterns of one sign, in order, the right answer is a staircase of at most some
+hundreds of steps. They are worked out in exact rational
+arithmetic (`segments`); then the public function quantizes every pattern, and every step is
+compared, bit for bit, with its one right answer.
 """
 import argparse
 import hashlib
@@ -40,7 +43,10 @@ PATTERNS, SIGN, INF, NAN = 1 << 32, 1 << 31, 0x7F800000, 0x7FC00000  # NAN stand
 BLOCK = 1 << 19  # patterns at a time: 2 MiB
 EAGER_STRIDE = 1009  # the eager path sees every 1009th pattern, and every boundary
 EXAMPLES = 5  # mismatches that are stored, at most
-FRACTIONS, KEYS, COPIES = (1 / 32, 1 / 4, 1 / 2, 13 / 16), 64, 256  # stochastic rounding: where between two values, and how often
+# stochastic rounding: where between two values, and how often
+FRACTIONS = (1 / 32, 1 / 4, 1 / 2, 13 / 16)
+KEYS = 64
+COPIES = 256
 STANDARD_ERRORS = 5
 
 # the right answers
@@ -64,12 +70,16 @@ def bits_of(value: float) -> int:
 
 
 def magnitudes(fmt: FP8Format, negative: bool) -> list[Fraction]:
-    "The finite values of one sign without it, in order, from the primitive facts alone; then the one that would come next."
+    """The finite values of one sign without it, in order, from the primitive facts alone;
+    then the one that would come next."""
     M, first_normal = fmt.mantissa_bits, int(fmt.subnormals)
     special_codes = {"none": 0, "fn": 1, "ieee": 2**M, "fnuz": 0, "p3109": 1}[fmt.specials]
     count = 2 ** (fmt.exponent_bits + M) - special_codes + (fmt.twos_complement and negative)
     e_and_m = [divmod(code, 2**M) for code in range(count + 1)]
-    return [Fraction(2) ** (max(e, first_normal) - fmt.bias) * (Fraction(m, 2**M) + (e >= first_normal)) for e, m in e_and_m]
+    return [
+        Fraction(2) ** (max(e, first_normal) - fmt.bias) * (Fraction(m, 2**M) + (e >= first_normal))
+        for e, m in e_and_m
+    ]
 
 
 def has_minus_zero(fmt: FP8Format) -> bool:
@@ -77,8 +87,11 @@ def has_minus_zero(fmt: FP8Format) -> bool:
     return fmt.signed and not fmt.twos_complement and fmt.specials not in ("fnuz", "p3109")
 
 
-def threshold(low: Fraction, high: Fraction, odd: bool, rounding: str, negative: bool) -> tuple[Fraction, bool]:
-    "Where, between two neighbouring magnitudes, rounding goes to the upper one: beyond which value, and whether at it too. `odd`: the lower one's code is."
+def threshold(
+    low: Fraction, high: Fraction, odd: bool, rounding: str, negative: bool
+) -> tuple[Fraction, bool]:
+    """Where, between two neighbouring magnitudes, rounding goes to the upper one:
+    beyond which value, and whether at it too. `odd`: the lower one's code is."""
     if rounding == "nearest": return (low + high) / 2, odd
     if rounding == "away": return (low + high) / 2, True
     outward = rounding == ("down" if negative else "up")
@@ -106,13 +119,24 @@ def staircase(fmt: FP8Format, rounding: str, overflow: str, negative: bool) -> I
     "The segments of one sign, without NaN."
     sign = SIGN * negative
     values = magnitudes(fmt, negative)
-    if negative and not fmt.signed: values = magnitudes(fmt, False)[:1] + [Fraction(1)]  # all is below the smallest value
-    answers = [bits_of(float(v)) | (sign if fmt.signed and v or has_minus_zero(fmt) else 0) for v in values[:-1]]
+    # all is below the smallest value
+    if negative and not fmt.signed: values = magnitudes(fmt, False)[:1] + [Fraction(1)]
+    answers = [
+        bits_of(float(v)) | (sign if fmt.signed and v or has_minus_zero(fmt) else 0)
+        for v in values[:-1]
+    ]
     yield Segment(sign, answers[0])
     for code in range(1, len(answers)):
-        yield Segment(sign + first_pattern(*threshold(values[code - 1], values[code], code % 2 == 0, rounding, negative)), answers[code])
+        yield Segment(
+            sign
+            + first_pattern(
+                *threshold(values[code - 1], values[code], code % 2 == 0, rounding, negative)
+            ),
+            answers[code],
+        )
     if overflow == "special":
-        inward = rounding in ("toward_zero", "up" if negative else "down")  # stops at the last finite value, as in IEEE 754; infinity does not
+        # stops at the last finite value, as in IEEE 754; infinity does not
+        inward = rounding in ("toward_zero", "up" if negative else "down")
         infinity = sign + INF if fmt.specials in ("ieee", "p3109") else NAN
         yield Segment(sign + (INF if inward else overflow_start(fmt, rounding, negative)), infinity)
 
@@ -135,7 +159,8 @@ def as_int32(pattern: int) -> int:
 
 
 def is_wrong(got: Tensor, expected: Tensor | int) -> Tensor:
-    "Which results (int32 patterns) differ from what is expected; where that is NAN, every NaN is right."
+    """Which results (int32 patterns) differ from what is expected;
+    where that is NAN, every NaN is right."""
     nan = (got & 0x7FFFFFFF) > INF
     return torch.where(torch.as_tensor(expected == NAN), ~nan, got != expected)
 
@@ -156,7 +181,13 @@ class Found(NamedTuple):
 def describe(patterns: Tensor, got: Tensor, expected: Tensor) -> list[dict[str, str]]:
     "The first few wrong results, in hexadecimal."
     rows = zip(*(t[:EXAMPLES].tolist() for t in (patterns, got, expected)))
-    return [{"input": f"{p % PATTERNS:08x}", "got": f"{g % PATTERNS:08x}", "expected": f"{e % PATTERNS:08x}"} for p, g, e in rows]
+    return [
+        {
+            "input": f"{p % PATTERNS:08x}", "got": f"{g % PATTERNS:08x}",
+            "expected": f"{e % PATTERNS:08x}",
+        }
+        for p, g, e in rows
+    ]
 
 
 def sweep(
@@ -181,22 +212,33 @@ def sweep(
             if end > begin and not is_constant(got[part], expected):
                 wrong = is_wrong(got[part], expected)
                 mismatches += int(wrong.sum())
-                if len(examples) < EXAMPLES: examples += describe(patterns[part][wrong], got[part][wrong], torch.full_like(got[part][wrong], expected))
+                if len(examples) < EXAMPLES:
+                    examples += describe(
+                        patterns[part][wrong], got[part][wrong],
+                        torch.full_like(got[part][wrong], expected),
+                    )
             begin, at = max(begin, end), at + 1
         progress(size)
     return Found(mismatches, examples[:EXAMPLES])
 
 
-def sample(quantizer: Callable[[Tensor], Tensor], answers: list[Segment], stride: int = EAGER_STRIDE) -> tuple[int, Found]:
-    "Compares every so-many-th pattern, and the patterns on both sides of every boundary; returns how many they were."
+def sample(
+    quantizer: Callable[[Tensor], Tensor], answers: list[Segment], stride: int = EAGER_STRIDE
+) -> tuple[int, Found]:
+    """Compares every so-many-th pattern, and the patterns on both sides of every boundary;
+    returns how many they were."""
     starts = torch.tensor([s.first for s in answers])
     near = (starts[:, None] + torch.tensor([-1, 0])).flatten() % PATTERNS
     patterns = torch.cat([torch.arange(0, PATTERNS, stride), near])
-    expected = torch.tensor([as_int32(s.bits) for s in answers], dtype=torch.int32)[torch.searchsorted(starts, patterns, right=True) - 1]
+    expected = torch.tensor([as_int32(s.bits) for s in answers], dtype=torch.int32)[
+        torch.searchsorted(starts, patterns, right=True) - 1
+    ]
     patterns = torch.where(patterns >= SIGN, patterns - PATTERNS, patterns).int()
     got = quantizer(patterns.view(torch.float32)).view(torch.int32)
     wrong = is_wrong(got, expected)
-    return len(patterns), Found(int(wrong.sum()), describe(patterns[wrong], got[wrong], expected[wrong]))
+    return len(patterns), Found(
+        int(wrong.sum()), describe(patterns[wrong], got[wrong], expected[wrong])
+    )
 
 
 # what is checked
@@ -240,45 +282,78 @@ def raises(fmt: FP8Format, rounding: str, pattern: int) -> bool:
 
 
 def check_raise(fmt: FP8Format, rounding: str, progress) -> dict:
-    "The last pattern that fits and the first that does not, infinity and NaN, of both signs, on both paths."
+    """The last pattern that fits and the first that does not,
+    infinity and NaN, of both signs, on both paths."""
     began, wrong, cases = time.perf_counter(), [], 0
     for path in ("compiled", "eager"):
         on_path(path)
         for negative in (False, True):
             start = overflow_start(fmt, rounding, negative)
-            for pattern, expected in ((0, False), (start - 1, False), (start, True), (INF, True), (INF + 1, False), (NAN, False)):
+            for pattern, expected in (
+                (0, False),
+                (start - 1, False),
+                (start, True),
+                (INF, True),
+                (INF + 1, False),
+                (NAN, False),
+            ):
                 cases += 1
-                if raises(fmt, rounding, SIGN * negative + pattern) != expected: wrong.append({"input": f"{SIGN * negative + pattern:08x}", "path": path})
-    return {"patterns": cases, "mismatches": len(wrong), "examples": wrong[:EXAMPLES], "seconds": {"sweep": time.perf_counter() - began}}
+                if raises(fmt, rounding, SIGN * negative + pattern) != expected:
+                    wrong.append({"input": f"{SIGN * negative + pattern:08x}", "path": path})
+    return {
+        "patterns": cases,
+        "mismatches": len(wrong),
+        "examples": wrong[:EXAMPLES],
+        "seconds": {"sweep": time.perf_counter() - began},
+    }
 
 
 def check_stochastic(fmt: FP8Format, overflow: str, progress) -> dict:
-    "Points between all neighbouring values, many keys: only neighbours come out, their mean is x and their variance (x - lo)(hi - x); values stay themselves."
+    """Points between all neighbouring values, many keys: only neighbours come out,
+    their mean is x and their variance (x - lo)(hi - x); values stay themselves."""
     began = time.perf_counter()
     on_path("compiled")
     values = torch.tensor([float(v) for v in magnitudes(fmt, False)[:-1]], dtype=torch.float64)
     signs = torch.tensor([1.0, -1.0] if fmt.signed else [1.0], dtype=torch.float64)[:, None, None]
     f = torch.tensor(FRACTIONS, dtype=torch.float64)[None, :, None]
-    low, gap = (values[:-1] * signs).expand(-1, f.numel(), -1), (values.diff() * signs).expand(-1, f.numel(), -1)
+    low = (values[:-1] * signs).expand(-1, f.numel(), -1)
+    gap = (values.diff() * signs).expand(-1, f.numel(), -1)
     x = (low + f * gap).float()
     total, squares, wrong, N = torch.zeros_like(low), torch.zeros_like(low), 0, KEYS * COPIES
     exact = torch.cat([values.float(), -values.float()] if fmt.signed else [values.float()])
     for key in (rounding_key(0, step) for step in range(KEYS)):
-        y = fake_quantize(x.expand(COPIES, *x.shape).contiguous(), fmt, rounding="stochastic", key=key).double()
+        y = fake_quantize(
+            x.expand(COPIES, *x.shape).contiguous(), fmt, rounding="stochastic", key=key
+        ).double()
         wrong += int(((y != low) & (y != low + gap)).sum())
         error = (y - x.double()) / gap
         total += error.sum(0)
         squares += error.square().sum(0)
         kept = fake_quantize(exact, fmt, rounding="stochastic", key=key)
-        wrong += int((is_wrong(kept.view(torch.int32), (exact if has_minus_zero(fmt) else exact + 0.0).view(torch.int32))).sum())
+        wrong += int(
+            (
+                is_wrong(
+                    kept.view(torch.int32),
+                    (exact if has_minus_zero(fmt) else exact + 0.0).view(torch.int32),
+                )
+            ).sum()
+        )
     variance = f * (1 - f)
     bias = (total / N).abs() / (variance / N).sqrt()
     off = (squares / N - variance).abs()
-    spread = off / ((1 - 2 * f).abs() * (variance / N).sqrt()).clamp(min=1e-9)  # at f = 1/2 both errors are equal, and so is their square
+    # at f = 1/2 both errors are equal, and so is their square
+    spread = off / ((1 - 2 * f).abs() * (variance / N).sqrt()).clamp(min=1e-9)
     worst = {"bias": bias.max().item(), "variance": spread.max().item()}
     bad = int((bias > STANDARD_ERRORS).sum() + (spread > STANDARD_ERRORS).sum())
-    return {"points": x.numel(), "draws": N, "patterns": x.numel() * N, "standard_errors": worst, "mismatches": wrong + bad, "examples": [],
-            "seconds": {"sweep": time.perf_counter() - began}}
+    return {
+        "points": x.numel(),
+        "draws": N,
+        "patterns": x.numel() * N,
+        "standard_errors": worst,
+        "mismatches": wrong + bad,
+        "examples": [],
+        "seconds": {"sweep": time.perf_counter() - began},
+    }
 
 
 # the file of results
@@ -290,9 +365,19 @@ def digest() -> str:
 
 
 def tasks(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    "Every format with every mode and policy that is asked for; the most used ones first, stochastic rounding last."
-    wanted = [(f, r, o) for o in POLICIES for r in ROUNDINGS for f in FORMATS] + [(f, "stochastic", "saturate") for f in FORMATS]
-    return [(f, r, o) for f, r, o in wanted if f in args.format and r in args.rounding and o in args.overflow and allowed(get_format(f), o)]
+    """Every format with every mode and policy that is asked for;
+    the most used ones first, stochastic rounding last."""
+    wanted = [(f, r, o) for o in POLICIES for r in ROUNDINGS for f in FORMATS] + [
+        (f, "stochastic", "saturate") for f in FORMATS
+    ]
+    return [
+        (f, r, o)
+        for f, r, o in wanted
+        if f in args.format
+        and r in args.rounding
+        and o in args.overflow
+        and allowed(get_format(f), o)
+    ]
 
 
 def is_bad(result: dict) -> bool:
@@ -304,8 +389,13 @@ def run(task: tuple[str, str, str], progress) -> dict:
     "One format, mode and policy."
     name, rounding, overflow = task
     fmt = get_format(name)
-    check = (lambda: check_stochastic(fmt, overflow, progress)) if rounding == "stochastic" else (
-        lambda: check_raise(fmt, rounding, progress)) if overflow == "raise" else lambda: check_patterns(fmt, rounding, overflow, progress)
+    check = (
+        (lambda: check_stochastic(fmt, overflow, progress))
+        if rounding == "stochastic"
+        else (lambda: check_raise(fmt, rounding, progress))
+        if overflow == "raise"
+        else lambda: check_patterns(fmt, rounding, overflow, progress)
+    )
     return {"format": name, "spec": fmt.spec, "rounding": rounding, "overflow": overflow, **check()}
 
 
@@ -318,43 +408,75 @@ def load(path: Path, code: str) -> dict[str, dict]:
 def store(path: Path, results: dict[str, dict]):
     "Writes the file in one step, one result a line."
     head = {"machine": machine(), "versions": versions(), "path": "compiled", "block": BLOCK}
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(result)}" for key, result in results.items())
+    lines = ",\n".join(
+        f"  {json.dumps(key)}: {json.dumps(result)}" for key, result in results.items()
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(head)[:-1] + ', "results": {\n' + lines + "\n}}\n")
 
 
 def parse_args() -> argparse.Namespace:
     "The command line."
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--format", nargs="+", default=FORMATS, choices=FORMATS, metavar="FORMAT", help=f"of {', '.join(FORMATS)}")
-    parser.add_argument("--rounding", nargs="+", default=(*ROUNDINGS, "stochastic"), choices=(*ROUNDINGS, "stochastic"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--format", nargs="+", default=FORMATS, choices=FORMATS, metavar="FORMAT",
+        help=f"of {', '.join(FORMATS)}",
+    )
+    parser.add_argument(
+        "--rounding", nargs="+", default=(*ROUNDINGS, "stochastic"),
+        choices=(*ROUNDINGS, "stochastic"),
+    )
     parser.add_argument("--overflow", nargs="+", default=POLICIES, choices=POLICIES)
-    parser.add_argument("--out", type=Path, default=OUT, help="the file of results; what it holds already is not repeated")
+    parser.add_argument(
+        "--out", type=Path, default=OUT,
+        help="the file of results; what it holds already is not repeated",
+    )
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("error", message="altgrad computes eagerly")  # the proof is of the compiled path
+    # the proof is of the compiled path
+    warnings.filterwarnings("error", message="altgrad computes eagerly")
     code, commit = digest(), code_commit()
     results = load(args.out, code)
     todo = [task for task in tasks(args) if "/".join(task) not in results]
-    print(f"{len(todo)} to check, {len(results)} stored; {machine()['cpu']}, one thread", flush=True)
-    columns = (TextColumn("{task.description:32}"), BarColumn(bar_width=20), TextColumn("{task.percentage:>5.1f}%"), TimeElapsedColumn(), TimeRemainingColumn())
+    print(
+        f"{len(todo)} to check, {len(results)} stored; {machine()['cpu']}, one thread", flush=True
+    )
+    columns = (
+        TextColumn("{task.description:32}"), BarColumn(bar_width=20),
+        TextColumn("{task.percentage:>5.1f}%"), TimeElapsedColumn(), TimeRemainingColumn(),
+    )
     with Progress(*columns, speed_estimate_period=120) as bar:
-        blocks = bar.add_task("all", total=sum(PATTERNS // BLOCK if o != "raise" and r != "stochastic" else 1 for _, r, o in todo))
+        blocks = bar.add_task(
+            "all",
+            total=sum(
+                PATTERNS // BLOCK if o != "raise" and r != "stochastic" else 1 for _, r, o in todo
+            ),
+        )
         for task in todo:
             bar.update(blocks, description=" ".join(task))
             found = run(task, lambda patterns: bar.advance(blocks))
             if task[2] == "raise" or task[1] == "stochastic": bar.advance(blocks)
             results["/".join(task)] = {**found, "code": code, "commit": commit}
             store(args.out, results)
-            if is_bad(found): bar.console.print(f"{' '.join(task)}: {found['mismatches']} mismatches, for example {found['examples'][:1]}")
-            elif not bar.console.is_terminal: print(f"{' '.join(task)}: {sum(found['seconds'].values()):.1f} s", flush=True)
+            if is_bad(found):
+                bar.console.print(
+                    f"{' '.join(task)}: {found['mismatches']} mismatches, for example "
+                    f"{found['examples'][:1]}"
+                )
+            elif not bar.console.is_terminal:
+                print(f"{' '.join(task)}: {sum(found['seconds'].values()):.1f} s", flush=True)
     wrong = [key for key, result in results.items() if is_bad(result)]
     tried = sum(r["patterns"] + r.get("eager", {}).get("patterns", 0) for r in results.values())
-    print(f"{len(results)} results, {tried:,} comparisons, mismatches in {len(wrong)}: {', '.join(wrong) or 'none'}")
+    print(
+        f"{len(results)} results, {tried:,} comparisons, mismatches in {len(wrong)}: "
+        f"{', '.join(wrong) or 'none'}"
+    )
     return int(bool(wrong))
 
 

@@ -35,7 +35,8 @@ def one_line(
     return line if len(line) <= most else one_line(line, most)
 
 class InputError(ValueError):
-    "What the user gave is wrong; the message is one line of at most `MESSAGE` characters that names the fault and what is allowed."
+    """What the user gave is wrong; the message is one line of at most `MESSAGE`
+    characters that names the fault and what is allowed."""
     def __init__(self, message: object): super().__init__(one_line(message))
 
 # %% ../nbs/basics.ipynb #3787e6b3
@@ -54,7 +55,8 @@ def unknown(
 
 # %% ../nbs/basics.ipynb #456fe86b
 class WriteError(InputError):
-    "A file could not be written, because the disk is full for example; what was there before is whole."
+    """A file could not be written, because the disk is full for example;
+    what was there before is whole."""
 
 def _sync_folder(path: Path) -> None:
     "Forces a folder's names to the disk, where the system can."
@@ -68,7 +70,8 @@ def write_atomic(
     path: Path | str,  # the file to write; its folder must exist
     write: str | bytes | Callable,  # the content, or a function that is given the open binary file
 ) -> None:
-    "Writes a file so that readers, and a crash, see either the old content or the new; WriteError (an InputError) if that is not possible."
+    """Writes a file so that readers, and a crash, see either the old content or the new;
+    WriteError (an InputError) if that is not possible."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -83,10 +86,12 @@ def write_atomic(
     finally:
         with suppress(OSError): temporary.unlink(missing_ok=True)
 
+# %% ../nbs/basics.ipynb #e4ab2fb8
 def make_folder(
     path: Path | str,
 ) -> None:
-    "Makes a folder, and those above it, where they are missing; WriteError if that is not possible."
+    """Makes a folder, and those above it, where they are missing;
+    WriteError if that is not possible."""
     try: Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as e: raise WriteError(f"cannot create {path}: {e.strerror}") from None
 
@@ -108,7 +113,8 @@ def read_small(
     path: Path | str,
     largest: int = LARGEST,  # bytes
 ) -> bytes:
-    "A file's content; InputError for what is no file, cannot be read, or is larger. It never waits."
+    """A file's content; InputError for what is no file,
+    cannot be read, or is larger. It never waits."""
     try:
         with open(path, "rb", opener=_at_once) as file:
             regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
@@ -117,23 +123,27 @@ def read_small(
         why = getattr(e, "strerror", None) or e
         raise InputError(f"cannot read {path}: {why}") from None
     if not regular: raise InputError(f"cannot read {path}: it is not a file")
-    if len(data) > largest: raise InputError(f"cannot read {path}: it has more than {largest:,} bytes")
+    if len(data) > largest:
+        raise InputError(f"cannot read {path}: it has more than {largest:,} bytes")
     return data
 
 # %% ../nbs/basics.ipynb #f0b63f7d
 MOST_VALUES, MOST_LEVELS = 5000, 20  # of a YAML document
 
+# %% ../nbs/basics.ipynb #2cf1c681
 class _Plain(yaml.SafeLoader):
     "YAML without aliases, without a key that stands twice, and within bounds."
     values = levels = 0
 
-    def refuse(self, why: str, mark: Any) -> None: raise yaml.composer.ComposerError(None, None, why, mark)
+    def refuse(self, why: str, mark: Any) -> None:
+        raise yaml.composer.ComposerError(None, None, why, mark)
 
     def compose_node(self, parent, index):
         event = self.peek_event()
         self.values, self.levels = self.values + 1, self.levels + 1
         at = event.start_mark
-        if isinstance(event, yaml.AliasEvent) or event.anchor: self.refuse("names for values (& and *) are not allowed", at)
+        if isinstance(event, yaml.AliasEvent) or event.anchor:
+            self.refuse("names for values (& and *) are not allowed", at)
         if self.values > MOST_VALUES: self.refuse(f"more than {MOST_VALUES:,} values", at)
         if self.levels > MOST_LEVELS: self.refuse(f"more than {MOST_LEVELS} levels", at)
         node = super().compose_node(parent, index)
@@ -143,8 +153,10 @@ class _Plain(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:str": self.refuse(f"the key {str(key.value)[:50]!r} is not text", key.start_mark)
-            if key.value in seen: self.refuse(f"the key {key.value[:50]!r} stands twice", key.start_mark)
+            if key.tag != "tag:yaml.org,2002:str":
+                self.refuse(f"the key {str(key.value)[:50]!r} is not text", key.start_mark)
+            if key.value in seen:
+                self.refuse(f"the key {key.value[:50]!r} stands twice", key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -176,7 +188,8 @@ def parse_json(
     except RecursionError: raise ValueError("it is too deep") from None
 
 def is_number(value: Any) -> bool:
-    "Whether a value is an int or a float that is finite; a bool is none, and neither is an int that no float can hold."
+    """Whether a value is an int or a float that is finite; a bool is none,
+    and neither is an int that no float can hold."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 # %% ../nbs/basics.ipynb #91b682a6
@@ -190,9 +203,12 @@ def svg_bars(
     width = 1.0 if at is not None else min(24, 512 / max(1, len(heights)))
     at = [(i + 0.5) / len(heights) for i in range(len(heights))] if at is None else at
     path = "".join(f"M{512 * x:.1f} 48V{48 - 48 * h:.1f}" for x, h in zip(at, heights) if h > 0)
-    return ('<svg xmlns="http://www.w3.org/2000/svg" width="512" height="48" viewBox="0 0 512 48" '
-            'style="max-width:100%">'
-            f'<path d="{path}" stroke="{html.escape(color)}" stroke-width="{width:.4g}" fill="none"/></svg>')
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="512" height="48" viewBox="0 0 512 48" '
+        'style="max-width:100%">'
+        f'<path d="{path}" stroke="{html.escape(color)}" stroke-width="{width:.4g}" '
+        'fill="none"/></svg>'
+    )
 
 def html_card(
     title: str,
@@ -221,8 +237,13 @@ INK = "#7f7f7f"  # letters and axes: seen on white and on black
 
 def figure_style() -> dict[str, Any]:  # for `plt.rcParams.update`
     "The settings of matplotlib that the figures of this project share."
-    written = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor"), INK)
+    written = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor"), INK
+    )
     drawn = dict.fromkeys(("xtick.color", "ytick.color", "legend.labelcolor"), INK)
     clear = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none")
     lines = {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
-    return {**written, **drawn, **clear, **lines, "font.size": 11, "axes.titlesize": 11, "figure.dpi": 160}
+    return {
+        **written, **drawn, **clear, **lines, "font.size": 11, "axes.titlesize": 11,
+        "figure.dpi": 160,
+    }

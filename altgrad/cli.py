@@ -33,6 +33,7 @@ configs
   is e4m3_fp8 with that storage, and its run is named e4m3_fp8_grid_nearest (or by name=...).
 """
 
+# %% ../nbs/cli.ipynb #00c06982
 _SEEDS = """
 seeds
   With --seeds N every arm is trained with the config's seed and the N - 1 seeds after it; in one seed all arms have
@@ -54,38 +55,75 @@ what a run leaves behind
 
 # %% ../nbs/cli.ipynb #a1c0de31
 _EXAMPLES = {  # command -> what one types, and what that does
-    "formats": (("altgrad formats", "all formats, one line each"),
-                ("altgrad formats E4M3b8 --codes",
-                 "a format that has no name: 4 + 3 bits, bias 8; and the value of every code")),
-    "train": (("altgrad train e4m3_fp8", "one run, into runs/e4m3_fp8"),
-              ('altgrad train my.yaml --set lr=1e-3 --set "gradient=E5M2 stochastic"',
-               "a file, two settings changed")),
-    "compare": (("altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 --seeds 4",
-                 "three formats, four seeds each"),
-                ("altgrad compare e4m3_fp8 e4m3_fp8:storage=grid_nearest",
-                 "two storages of one format")),
-    "watch": (("altgrad watch runs/e4m3_fp8",
-               "follow a run, or the ledger of a sweep, in the terminal"),
-              ("altgrad watch runs --page",
-               "keep runs/watch.html up to date: all runs of the folder")),
-    "autopsy": (("altgrad autopsy runs/e4m3_fp8",
-                 "what went wrong, in order of time; drawn into the run's folder"),
-                ("altgrad autopsy runs/e2m5_fp8 --against runs/e4m3_fp8",
-                 "beside a run that went well")),
-    "explore": (("altgrad explore", "open the explorer in JupyterLab"),
-                ("altgrad explore --no-browser", "say its address instead, as on a server")),
-    "sweep": (("altgrad sweep nbs/studies/matrices/tier1.yaml --out runs/ledger --corpus eurlex=path:laws.txt --dry-run",
-               "which runs come next, and what they cost"),
-              ("altgrad sweep mine.yaml --out runs/ledger --corpus eurlex=path:laws.txt --workers 4", "make them")),
-    "replay": (("altgrad replay 3f9a --ledger nbs/results/ledger", "one run of the ledger again"),
-               ("altgrad replay 3f9a --ledger runs/ledger --corpus eurlex=path:laws.txt",
-                "of one's own ledger")),
-    "max-lr": (("altgrad max-lr all --out runs/max-lr --corpus eurlex=path:laws.txt",
-                "the eight formats under AdamW"),
-               ("altgrad max-lr E4M3 --rule riemannian_adamw --out runs/max-lr --corpus eurlex=path:laws.txt", "another rule")),
-    "workspace": (("altgrad workspace me/altgrad", "the page of the runs that were sent there"),
-                  ("altgrad workspace me/altgrad --ledger runs/ledger",
-                   "send a ledger's rows first")),
+    "formats": (
+        ("altgrad formats", "all formats, one line each"),
+        (
+            "altgrad formats E4M3b8 --codes",
+            "a format that has no name: 4 + 3 bits, bias 8; and the value of every code",
+        ),
+    ),
+    "train": (
+        ("altgrad train e4m3_fp8", "one run, into runs/e4m3_fp8"),
+        (
+            'altgrad train my.yaml --set lr=1e-3 --set "gradient=E5M2 stochastic"',
+            "a file, two settings changed",
+        ),
+    ),
+    "compare": (
+        (
+            "altgrad compare bf16_baseline e5m2_fp8 e3m4_fp8 --seeds 4",
+            "three formats, four seeds each",
+        ),
+        ("altgrad compare e4m3_fp8 e4m3_fp8:storage=grid_nearest", "two storages of one format"),
+    ),
+    "watch": (
+        ("altgrad watch runs/e4m3_fp8", "follow a run, or the ledger of a sweep, in the terminal"),
+        ("altgrad watch runs --page", "keep runs/watch.html up to date: all runs of the folder"),
+    ),
+    "autopsy": (
+        (
+            "altgrad autopsy runs/e4m3_fp8",
+            "what went wrong, in order of time; drawn into the run's folder",
+        ),
+        ("altgrad autopsy runs/e2m5_fp8 --against runs/e4m3_fp8", "beside a run that went well"),
+    ),
+    "explore": (
+        ("altgrad explore", "open the explorer in JupyterLab"),
+        ("altgrad explore --no-browser", "say its address instead, as on a server"),
+    ),
+    "sweep": (
+        (
+            "altgrad sweep nbs/studies/matrices/tier1.yaml --out runs/ledger --corpus "
+            "eurlex=path:laws.txt --dry-run",
+            "which runs come next, and what they cost",
+        ),
+        (
+            "altgrad sweep mine.yaml --out runs/ledger --corpus eurlex=path:laws.txt --workers 4",
+            "make them",
+        ),
+    ),
+    "replay": (
+        ("altgrad replay 3f9a --ledger nbs/results/ledger", "one run of the ledger again"),
+        (
+            "altgrad replay 3f9a --ledger runs/ledger --corpus eurlex=path:laws.txt",
+            "of one's own ledger",
+        ),
+    ),
+    "max-lr": (
+        (
+            "altgrad max-lr all --out runs/max-lr --corpus eurlex=path:laws.txt",
+            "the eight formats under AdamW",
+        ),
+        (
+            "altgrad max-lr E4M3 --rule riemannian_adamw --out runs/max-lr --corpus "
+            "eurlex=path:laws.txt",
+            "another rule",
+        ),
+    ),
+    "workspace": (
+        ("altgrad workspace me/altgrad", "the page of the runs that were sent there"),
+        ("altgrad workspace me/altgrad --ledger runs/ledger", "send a ledger's rows first"),
+    ),
 }
 
 # %% ../nbs/cli.ipynb #5af074c5
@@ -95,13 +133,17 @@ def _examples(*commands: str) -> str:
              for typed, does in _EXAMPLES[command]]
     return "\n".join(["examples", *lines]) + "\n"
 
-_EXITS = "\nexit codes: 0 done, 1 a run ended early, 2 something in the request is wrong, 130 interrupted\n"
+_EXITS = (
+    "\nexit codes: 0 done, 1 a run ended early, 2 something in the request is wrong, 130 "
+    "interrupted\n"
+)
 
 # %% ../nbs/cli.ipynb #f1efc8c1
 def settings_text(
     width: int = 100,  # characters of a line
 ) -> str:
-    "Return all settings of a run in groups: name, type and default, and beneath them what they mean."
+    """Return all settings of a run in groups:
+    name, type and default, and beneath them what they mean."""
     from altgrad.training.config import describe_settings
 
     lines, group = ["settings, for --set KEY=VALUE and for config files"], ""
@@ -135,6 +177,7 @@ class _OneLineParser(argparse.ArgumentParser):
             message = one_line(message, 200)
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
+# %% ../nbs/cli.ipynb #bb58fbba
 def _setting(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key: raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
@@ -149,48 +192,76 @@ def _command(commands: Any, name: str, does: str, epilog: str = "",
 # %% ../nbs/cli.ipynb #194e1150
 def _add_sweep(commands: Any) -> None:
     "The parsers of `sweep` and `replay`."
-    sweep = _command(commands, "sweep",
-                     "run every arm of a matrix that is not in the ledger yet; a killed sweep goes on")
+    sweep = _command(
+        commands, "sweep",
+        "run every arm of a matrix that is not in the ledger yet; a killed sweep goes on",
+    )
     sweep.add_argument("matrix", metavar="MATRIX", help="a YAML file")
     sweep.add_argument("--out", required=True, metavar="DIR",
                        help="folder of the ledger; several matrices may share one")
     sweep.add_argument("--workers", type=int, metavar="N",
                        help="processes of one thread each (default: 1)")
-    sweep.add_argument("--executor", choices=("local", "ray", "batched"), default="local",
-                       help="how the runs are made (default: local, one after another in each worker); "
-                            "ray needs altgrad[ray]; batched trains many at once")
-    sweep.add_argument("--replicas", type=int, metavar="N",
-                       help="runs that a worker of --executor batched trains at once (default: 8, on a GPU 128)")
-    sweep.add_argument("--ray-address", metavar="HOST:PORT",
-                       help="of a running Ray cluster (default: that of this machine, else one of its own)")
+    sweep.add_argument(
+        "--executor",
+        choices=("local", "ray", "batched"),
+        default="local",
+        help="how the runs are made (default: local, one after another in each worker); "
+        "ray needs altgrad[ray]; batched trains many at once",
+    )
+    sweep.add_argument(
+        "--replicas", type=int, metavar="N",
+        help="runs that a worker of --executor batched trains at once (default: 8, on a GPU 128)",
+    )
+    sweep.add_argument(
+        "--ray-address", metavar="HOST:PORT",
+        help="of a running Ray cluster (default: that of this machine, else one of its own)",
+    )
     sweep.add_argument("--ray-gpus", type=float, default=0.0, metavar="SHARE",
                        help="of a GPU that a run takes in a Ray cluster (default: 0, the CPUs)")
-    sweep.add_argument("--dry-run", action="store_true",
-                       help="list the next runs and what they cost, and make none (missing checkpoints are pretrained)")
+    sweep.add_argument(
+        "--dry-run", action="store_true",
+        help="list the next runs and what they cost, and make none (missing checkpoints are "
+             "pretrained)",
+    )
     _add_accept(sweep)
     _add_corpus(sweep)
     replay = _command(commands, "replay",
                       "make one run of a ledger again and say whether it agrees")
     replay.add_argument("run", metavar="ROW", help="the run's id, or its first digits")
-    replay.add_argument("--ledger", required=True, metavar="FILE",
-                        help="ledger.jsonl, a parquet file, or the folder of either; texts and checkpoints beside it are used")
+    replay.add_argument(
+        "--ledger", required=True, metavar="FILE",
+        help="ledger.jsonl, a parquet file, or the folder of either; texts and checkpoints beside "
+             "it are used",
+    )
     _add_corpus(replay)
 
+# %% ../nbs/cli.ipynb #56f2fae8
 def _add_accept(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--accept", action="append", default=[], metavar="CODE",
-                   help="count the ledger's rows of this code (its first digits; none: rows that do not say theirs) "
-                        "as made by this one; may be repeated")
+    p.add_argument(
+        "--accept",
+        action="append",
+        default=[],
+        metavar="CODE",
+        help="count the ledger's rows of this code (its first digits; none: rows that do not say "
+             "theirs) "
+        "as made by this one; may be repeated",
+    )
 
 def _add_corpus(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--corpus", action="append", type=_setting, default=[], metavar="LABEL=DATA",
-                   help="the text that a label stands for, e.g. eurlex=path:laws.txt; may be repeated")
+    p.add_argument(
+        "--corpus", action="append", type=_setting, default=[], metavar="LABEL=DATA",
+        help="the text that a label stands for, e.g. eurlex=path:laws.txt; may be repeated",
+    )
     p.add_argument("--checkpoints", default="runs/checkpoints", metavar="DIR",
                    help="folder of the checkpoints (default: runs/checkpoints)")
 
 # %% ../nbs/cli.ipynb #603600b7
 def _add_search(commands: Any) -> None:
     "The parser of `max-lr`."
-    does = "find the largest learning rate at which formats still train, by bisection; a killed search goes on"
+    does = (
+        "find the largest learning rate at which formats still train, by bisection; a killed "
+        "search goes on"
+    )
     search = _command(commands, "max-lr", does)
     search.add_argument("formats", metavar="FORMAT", nargs="+",
                         help="8-bit formats, or all for the eight of them")
@@ -213,19 +284,26 @@ def _add_search(commands: Any) -> None:
 # %% ../nbs/cli.ipynb #a15f66cc
 def _add_readers(commands: Any) -> None:
     "The parsers of `watch`, `autopsy`, `explore`, `workspace` and `formats`."
-    p = _command(commands, "watch",
-                 "follow a run, or a sweep's ledger, in the terminal, or all runs of a folder on a page")
+    p = _command(
+        commands, "watch",
+        "follow a run, or a sweep's ledger, in the terminal, or all runs of a folder on a page",
+    )
     p.add_argument("run", metavar="RUN",
                    help="a run's folder, or that of a ledger; with --page also a folder of runs")
     p.add_argument("--once", action="store_true",
                    help="show it once, as where the output is no terminal")
     p.add_argument("--page", action="store_true",
                    help="write RUN/watch.html instead, and renew it while runs go on")
-    does = "say what went wrong in a run: what left its range first, where, and how long before the loss showed it"
+    does = (
+        "say what went wrong in a run: what left its range first, where, and how long before "
+        "the loss showed it"
+    )
     p = _command(commands, "autopsy", does)
     p.add_argument("run", metavar="RUN", help="a run's folder")
-    p.add_argument("--against", metavar="RUN",
-                   help="a healthy run (default: the bfloat16 run beside it with the same text and steps)")
+    p.add_argument(
+        "--against", metavar="RUN",
+        help="a healthy run (default: the bfloat16 run beside it with the same text and steps)",
+    )
     p = _command(commands, "explore", "open the explorer of formats in JupyterLab")
     p.add_argument("--no-browser", action="store_true",
                    help="open no browser; the address is printed")
@@ -246,18 +324,25 @@ def _add_readers(commands: Any) -> None:
 # %% ../nbs/cli.ipynb #83bcd609
 def make_parser() -> argparse.ArgumentParser:
     "Make the parser of the `altgrad` command."
-    parser = _OneLineParser(prog="altgrad",
-                            description="Train small GPTs in every 8-bit floating-point format and compare them.",
-                            epilog=_examples("formats", "train", "compare", "watch") + _EXITS)
+    parser = _OneLineParser(
+        prog="altgrad",
+        description="Train small GPTs in every 8-bit floating-point format and compare them.",
+        epilog=_examples("formats", "train", "compare", "watch") + _EXITS,
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     train = _command(commands, "train", "train one config", _CONFIGS + _LEAVES, more=settings_text)
-    train.add_argument("config", metavar="CONFIG",
-                       help="a YAML file, or the name of a packaged config; settings may follow: CONFIG:KEY=VALUE,...")
+    train.add_argument(
+        "config", metavar="CONFIG",
+        help="a YAML file, or the name of a packaged config; settings may follow: "
+             "CONFIG:KEY=VALUE,...",
+    )
     compare = _command(commands, "compare",
                        "train several configs that differ in one thing, and compare them",
                        _CONFIGS + _SEEDS)
-    compare.add_argument("config", metavar="CONFIG", nargs="+",
-                         help="as for altgrad train; settings of one arm may follow: CONFIG:KEY=VALUE,...")
+    compare.add_argument(
+        "config", metavar="CONFIG", nargs="+",
+        help="as for altgrad train; settings of one arm may follow: CONFIG:KEY=VALUE,...",
+    )
     compare.add_argument("--seeds", type=int, default=1, metavar="N",
                          help="runs of each arm, with N seeds from the config's on (default: 1)")
     for p in (train, compare):
@@ -290,8 +375,16 @@ def format_facts(
                "max_exponent", "min_exponent", "eps",
                "dynamic_range_octaves", "n_values", "code_max", "code_min", "code_minus_zero",
                "code_inf", "code_nan")
-    facts = asdict(fmt) | {key: getattr(fmt, key) for key in derived} | {"finite": int(fmt.values.isfinite().sum())}
-    return facts | {"values": [v if math.isfinite(v) else str(v) for v in fmt.values.tolist()]} if codes else facts
+    facts = (
+        asdict(fmt)
+        | {key: getattr(fmt, key) for key in derived}
+        | {"finite": int(fmt.values.isfinite().sum())}
+    )
+    return (
+        facts | {"values": [v if math.isfinite(v) else str(v) for v in fmt.values.tolist()]}
+        if codes
+        else facts
+    )
 
 # %% ../nbs/cli.ipynb #83dbaeda
 def _formats(args: argparse.Namespace) -> int:
@@ -300,7 +393,9 @@ def _formats(args: argparse.Namespace) -> int:
     from altgrad.numbers.formats import FORMATS, get_format
 
     if args.codes and args.name is None:
-        raise InputError("--codes shows the codes of one format; name it, as in altgrad formats E4M3 --codes")
+        raise InputError(
+            "--codes shows the codes of one format; name it, as in altgrad formats E4M3 --codes"
+        )
     if args.json:
         facts = [format_facts(name, args.codes)
                  for name in (FORMATS if args.name is None else [args.name])]
@@ -309,12 +404,14 @@ def _formats(args: argparse.Namespace) -> int:
     else: _list_formats()
     return 0
 
+# %% ../nbs/cli.ipynb #2c789994
 def _cell_text(value: str | float | None) -> str:
     from altgrad.numbers.formats import exact_text
 
     if value is None: return "-"
     return value if isinstance(value, str) else exact_text(value)
 
+# %% ../nbs/cli.ipynb #6e8ccaf6
 def _list_formats() -> None:
     "The registry as a table, the eight splits first."
     from rich.box import SIMPLE_HEAD
@@ -349,10 +446,14 @@ def _train(args: argparse.Namespace) -> int:
     figure = _draw_run(trainer.folder.path)
     if args.json: print(json.dumps(record))
     else:
-        print(f"{record['exit_reason']}: validation {_outcome(record['results'])}; see {trainer.folder.path}")
+        print(
+            f"{record['exit_reason']}: validation {_outcome(record['results'])}; see "
+            f"{trainer.folder.path}"
+        )
         print(f"figure: {figure}")
     return 0 if succeeded(record) else 1
 
+# %% ../nbs/cli.ipynb #ed402c59
 def _draw_run(folder: Path) -> Path:
     "Draws a run into its folder."
     from altgrad.views.report import save_figure
@@ -373,7 +474,8 @@ def _outcome(results: dict) -> str:
 
 # %% ../nbs/cli.ipynb #7330d502
 def _announce(args: argparse.Namespace, trainers: list) -> None:
-    "Says what is about to happen: on what and where, in which precision, how many steps, and what is there already."
+    """Says what is about to happen: on what and where, in which precision,
+    how many steps, and what is there already."""
     from altgrad.training.trainer import is_finished
 
     if args.json: return
@@ -387,7 +489,10 @@ def _announce(args: argparse.Namespace, trainers: list) -> None:
         record, entries = t.folder.record(), t.folder.checkpoints.entries()
         if not record.get("exit_reason"): continue
         now = "going on" if entries else "beginning again (there was no checkpoint yet)"
-        _tell(f"{t.config.name}: {record['exit_reason']} before, {'re-used' if is_finished(record) else now}")
+        _tell(
+            f"{t.config.name}: {record['exit_reason']} before, "
+            f"{'re-used' if is_finished(record) else now}"
+        )
 
 def _tell(text: str) -> None: print(text, file=sys.stderr, flush=True)
 
@@ -420,7 +525,9 @@ def _compare(args: argparse.Namespace) -> int:
         console.print(comparison_table(result, console.width))
         lines = [gap_line(result), *notes(result), f"figure: {figure}", f"folder: {args.out}"]
         print("\n".join(line for line in lines if line))
-    return 0 if all(succeeded(run["record"]) for arm in result.arms for run in result.runs(arm)) else 1
+    return (
+        0 if all(succeeded(run["record"]) for arm in result.arms for run in result.runs(arm)) else 1
+    )
 
 # %% ../nbs/cli.ipynb #4e101c44
 def _sweep(args: argparse.Namespace) -> int:
@@ -435,7 +542,9 @@ def _sweep(args: argparse.Namespace) -> int:
     if args.executor != "ray" and (args.ray_address or args.ray_gpus):
         raise InputError("--ray-address and --ray-gpus need --executor ray")
     if args.executor == "ray" and args.workers:
-        raise InputError("--workers is not for --executor ray; a Ray cluster has as many as it has CPUs")
+        raise InputError(
+            "--workers is not for --executor ray; a Ray cluster has as many as it has CPUs"
+        )
     if args.replicas is not None and (args.executor != "batched" or args.replicas < 1):
         raise InputError("--replicas is at least 1, and for --executor batched")
     workers = args.workers or 1
@@ -548,7 +657,8 @@ def _autopsy(args: argparse.Namespace) -> int:
 
 def _workspace(args: argparse.Namespace) -> int:
     "`altgrad workspace ENTITY/PROJECT`"
-    from altgrad.views.workspace import (make_ledger_workspace, make_workspace, send_ledger, send_workspace,
+    from altgrad.views.workspace import (
+        make_ledger_workspace, make_workspace, send_ledger, send_workspace
     )
 
     if args.ledger: _tell(f"{send_ledger(args.ledger, args.project, Path('runs/wandb'))} runs sent")
@@ -574,14 +684,17 @@ def _explore(args: argparse.Namespace) -> int:
 
     for package, extra in (("jupyterlab", "dev"), ("ipywidgets", "explore")):
         if importlib.util.find_spec(package) is None:
-            raise InputError(f"altgrad explore needs the package {package} (pip install 'altgrad[{extra}]')")
+            raise InputError(
+                f"altgrad explore needs the package {package} (pip install 'altgrad[{extra}]')"
+            )
     if not Path(args.out).exists():
         write_atomic(args.out, json.dumps(explorer_notebook(), indent=1))
     _tell(f"opening {args.out} in JupyterLab; run its cell (Shift+Enter), Ctrl-C here ends it")
     flags = ["--no-browser"] if args.no_browser else []
     process = subprocess.Popen([sys.executable, "-m", "jupyterlab", args.out, *flags])
     try: return process.wait()
-    except KeyboardInterrupt: return process.wait()  # JupyterLab had the signal too, and ends in its own way
+    # JupyterLab had the signal too, and ends in its own way
+    except KeyboardInterrupt: return process.wait()
 
 # %% ../nbs/cli.ipynb #30cad1f6
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
@@ -593,7 +706,8 @@ def _interrupt(*_):
     raise KeyboardInterrupt
 
 def _join(args: argparse.Namespace) -> None:
-    "Joins the processes that torchrun started, if it did; they train one model, and do nothing else."
+    """Joins the processes that torchrun started, if it did;
+    they train one model, and do nothing else."""
     if "WORLD_SIZE" not in os.environ: return
     from altgrad.basics import InputError
     from altgrad.model.parallel import join, world
@@ -602,12 +716,17 @@ def _join(args: argparse.Namespace) -> None:
     if world() > 1 and args.command != "train":
         raise InputError(f"torchrun is for altgrad train, not for altgrad {args.command}")
 
+# %% ../nbs/cli.ipynb #6ab7d5a3
 def _speaks() -> bool:
     "Whether this process prints what all of them have to say."
-    return "altgrad.model.parallel" not in sys.modules or sys.modules["altgrad.model.parallel"].rank() == 0
+    return (
+        "altgrad.model.parallel" not in sys.modules
+        or sys.modules["altgrad.model.parallel"].rank() == 0
+    )
 
 def _refuse_empty(args: argparse.Namespace) -> None:
-    "InputError for an argument that is empty text, as a variable of the shell that is not set gives."
+    """InputError for an argument that is empty text,
+    as a variable of the shell that is not set gives."""
     from altgrad.basics import InputError
 
     for name, value in vars(args).items():
@@ -620,7 +739,8 @@ _COMMANDS = {"train": _train, "compare": _compare, "formats": _formats, "sweep":
              "watch": _watch, "autopsy": _autopsy, "explore": _explore, "workspace": _workspace}
 
 def _run(args: argparse.Namespace) -> int:
-    "Runs the command; one line and exit code 2 where the request is wrong, 1 where the disk is full."
+    """Runs the command; one line and exit code 2 where the request is wrong,
+    1 where the disk is full."""
     from altgrad.basics import WriteError
     from altgrad.basics import InputError
     from altgrad.model.parallel import ProcessLost
@@ -645,7 +765,8 @@ def _take_process() -> None:
         else: stream.reconfigure(errors="backslashreplace")
 
 def _drop(stream: Any) -> None:
-    "Sends what a stream still holds to nowhere, so that the end of the process does not fail on it."
+    """Sends what a stream still holds to nowhere,
+    so that the end of the process does not fail on it."""
     with suppress(OSError, ValueError): os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 def _say(text: str, code: int = 0) -> int:
@@ -667,7 +788,11 @@ def main(
         try: return _run(make_parser().parse_args(argv))
         finally: sys.stdout.flush()
     except KeyboardInterrupt:
-        return _say("interrupted; the same command goes on from the last checkpoint", 130) if _speaks() else 130
+        return (
+            _say("interrupted; the same command goes on from the last checkpoint", 130)
+            if _speaks()
+            else 130
+        )
     except BrokenPipeError:  # the reader has seen enough, as `head` has
         _drop(sys.stdout)
         return 0

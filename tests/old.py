@@ -1,4 +1,5 @@
-"""What the tests of several modules do not ask of an old torch; CHANGELOG.md says what it cannot do."""
+"""What the tests of several modules do not ask of an old torch; CHANGELOG.md says what it cannot
+do."""
 import torch
 
 OLD_TORCH = torch.__version__ < (2, 9)  # 2.8 was tried, and of the later ones 2.13 and 2.14

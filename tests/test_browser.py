@@ -1,7 +1,10 @@
-"""What people see, in a real browser: JupyterLab runs the explorer and the first tutorial; the rendered pages are whole, wide, narrow and in the dark.
+"""What people see, in a real browser: JupyterLab runs the explorer and the first tutorial; the
+rendered pages are whole, wide, narrow and in the dark.
 
-Needs Chromium (or Chrome): on the PATH, or named by the variable ALTGRAD_BROWSER, and then a missing one is an error and no reason to skip.
-Quarto's pages are opened where Quarto is installed, else nbconvert's. Those need no network: Debian's libjs-mathjax draws their maths where it is there.
+Needs Chromium (or Chrome): on the PATH, or named by the variable ALTGRAD_BROWSER, and then a
+missing one is an error and no reason to skip.
+Quarto's pages are opened where Quarto is installed, else nbconvert's. Those need no network:
+Debian's libjs-mathjax draws their maths where it is there.
 """
 import json
 import os
@@ -17,16 +20,22 @@ from pathlib import Path
 
 import pytest
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed (pip install playwright)")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="the package playwright is not installed (pip install playwright)"
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
 TUTORIAL = "tutorials/first_run.ipynb"
 RUN_IN_LAB = ["views/04_explorer.ipynb"] + [TUTORIAL] * (NBS / TUTORIAL).is_file()
-PAGES = ["index.ipynb", "numbers/00_formats.ipynb", "geometry/00_spacing.ipynb", "studies/the_answer.ipynb", "studies/speed.ipynb", "tutorials/lab.ipynb"]
+PAGES = [
+    "index.ipynb", "numbers/00_formats.ipynb", "geometry/00_spacing.ipynb",
+    "studies/the_answer.ipynb", "studies/speed.ipynb", "tutorials/lab.ipynb",
+]
 PAGES += RUN_IN_LAB
 MATHJAX = Path("/usr/share/javascript/mathjax")  # Debian's and Ubuntu's libjs-mathjax
-CONTRAST = 3.0  # WCAG's least, for large text; notebooks colour their code below the 4.5 for small text
+# WCAG's least, for large text; notebooks colour their code below the 4.5 for small text
+CONTRAST = 3.0
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
@@ -71,21 +80,33 @@ def answers(url: str) -> bool:
 
 @pytest.fixture(scope="module")
 def lab(browser, tmp_path_factory):
-    "A JupyterLab server with a home of its own over a copy of the notebooks: its folder, and the address of a notebook in it."
+    """A JupyterLab server with a home of its own over a copy of the notebooks:
+    its folder, and the address of a notebook in it."""
     home, token, port = tmp_path_factory.mktemp("home"), secrets.token_hex(8), free_port()
     folder = home / "nbs"
     shutil.copytree(NBS, folder)
     write_settings(home / "settings")
     env = {k: v for k, v in os.environ.items() if not k.startswith(("XDG_", "JUPYTER"))}
-    env |= {"HOME": str(home), "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"), "IN_TEST": "1", "OMP_NUM_THREADS": "1",  # IN_TEST: nothing is exported
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0",
-               f"--IdentityProvider.token={token}", "--expose-app-in-browser"]
-    with open(home / "log", "wb") as log: server = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
+    env |= {
+        "HOME": str(home),
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+        "IN_TEST": "1",
+        "OMP_NUM_THREADS": "1",  # IN_TEST: nothing is exported
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    command = [
+        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
+        f"--port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={token}",
+        "--expose-app-in-browser",
+    ]
+    with open(home / "log", "wb") as log:
+        server = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
     try:
         until = time.monotonic() + 120
         while not answers(f"http://127.0.0.1:{port}/api"):
-            assert server.poll() is None and time.monotonic() < until, (home / "log").read_text()[-2000:]
+            assert server.poll() is None and time.monotonic() < until, (home / "log").read_text()[
+                -2000:
+            ]
             time.sleep(0.2)
         yield folder, lambda name: f"http://127.0.0.1:{port}/lab/tree/{name}?token={token}&reset"
     finally:
@@ -94,18 +115,33 @@ def lab(browser, tmp_path_factory):
 
 
 def run_all(page, name: str):
-    "Runs every cell of the notebook that is open and saves it; only when the last one has ended does this return."
+    """Runs every cell of the notebook that is open and saves it;
+    only when the last one has ended does this return."""
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=120_000)
-    page.wait_for_function("window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'", timeout=120_000)
+    page.wait_for_function(
+        "window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'",
+        timeout=120_000,
+    )
     page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells')")
     page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
 
 
 def problems(path: Path) -> list[str]:
     "Cells of a notebook that were not run, or that ended with an error."
-    cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code" and "".join(c["source"]).strip()]
-    failed = [f"{o['ename']}: {o['evalue']}" for c in cells for o in c["outputs"] if o["output_type"] == "error"]
-    return failed + ["not run: " + "".join(c["source"])[:200] for c in cells if c["execution_count"] is None]
+    cells = [
+        c
+        for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        if c["cell_type"] == "code" and "".join(c["source"]).strip()
+    ]
+    failed = [
+        f"{o['ename']}: {o['evalue']}"
+        for c in cells
+        for o in c["outputs"]
+        if o["output_type"] == "error"
+    ]
+    return failed + [
+        "not run: " + "".join(c["source"])[:200] for c in cells if c["execution_count"] is None
+    ]
 
 
 def picture(page) -> str:
@@ -153,9 +189,14 @@ def drag(page, tmp_path: Path):
     page.keyboard.press("ArrowRight")
     second = changed(page, first)
     assert label.locator(".widget-readout").inner_text() == "5"
-    assert page.locator(".widget-dropdown", has_text="format").locator("select").input_value() == "E5M2"
+    assert (
+        page.locator(".widget-dropdown", has_text="format").locator("select").input_value()
+        == "E5M2"
+    )
     page.keyboard.press("ArrowLeft")
-    assert changed(page, second) != first, "the mantissa gave a bit away on the way up, and stays: E4M2 is not E4M3"
+    assert changed(page, second) != first, (
+        "the mantissa gave a bit away on the way up, and stays: E4M2 is not E4M3"
+    )
     page.locator(".widget-dropdown", has_text="format").locator("select").select_option("E4M3")
     until = time.monotonic() + 30
     while picture(page) != first and time.monotonic() < until: page.wait_for_timeout(20)
@@ -171,10 +212,13 @@ def by_nbconvert(folder: Path, dark: bool) -> dict[str, Path]:
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter(theme="dark" if dark else "light")
-    if MATHJAX.is_dir(): exporter.mathjax_url = "https://mathjax/MathJax.js?config=TeX-AMS_CHTML-full,Safe"
+    if MATHJAX.is_dir():
+        exporter.mathjax_url = "https://mathjax/MathJax.js?config=TeX-AMS_CHTML-full,Safe"
     for name in PAGES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).with_suffix(".html").write_text(exporter.from_filename(str(NBS / name))[0], encoding="utf-8")
+        (folder / name).with_suffix(".html").write_text(
+            exporter.from_filename(str(NBS / name))[0], encoding="utf-8"
+        )
     return {name: (folder / name).with_suffix(".html") for name in PAGES}
 
 
@@ -182,9 +226,24 @@ def by_quarto(folder: Path) -> dict[str, Path]:
     "Pages as the site has them: light and dark are one."
     for name in ("nbs", "altgrad"): shutil.copytree(ROOT / name, folder / name, symlinks=True)
     for name in ("settings.ini", "_quarto.yml"): shutil.copy(ROOT / name, folder)
-    code = "from nbdev.quarto import refresh_quarto_yml as a; from nbdev.serve import proc_nbs as b; a(); b(n_workers=1)"
-    subprocess.run([sys.executable, "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, check=True, timeout=600)
-    for name in PAGES: subprocess.run(["quarto", "render", name, "--no-execute"], cwd=folder / "_proc", check=True, timeout=600)
+    code = (
+        "from nbdev.quarto import refresh_quarto_yml as a; from nbdev.serve import proc_nbs as "
+        "b; a(); b(n_workers=1)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        check=True,
+        timeout=600,
+    )
+    for name in PAGES:
+        subprocess.run(
+            ["quarto", "render", name, "--no-execute"],
+            cwd=folder / "_proc",
+            check=True,
+            timeout=600,
+        )
     return {name: (folder / "_proc/_docs" / name).with_suffix(".html") for name in PAGES}
 
 
@@ -200,7 +259,9 @@ def rendered(browser, tmp_path_factory) -> dict[bool, dict[str, Path]]:
 def serve_mathjax(route):
     "Debian's MathJax in place of the network; everything else out there is unreachable."
     path = MATHJAX / route.request.url.partition("//mathjax/")[2].partition("?")[0]
-    route.fulfill(path=path) if route.request.url.startswith("https://mathjax/") and path.is_file() else route.abort()
+    route.fulfill(path=path) if route.request.url.startswith(
+        "https://mathjax/"
+    ) and path.is_file() else route.abort()
 
 
 @pytest.fixture
@@ -211,10 +272,16 @@ def visit(browser, rendered):
         page = open_page(browser, width)
         pages.append(page)
         if not shutil.which("quarto") and (MATHJAX.is_dir() or not maths):
-            page.route(re.compile("^https?:"), serve_mathjax if maths else lambda route: route.abort())
+            page.route(
+                re.compile("^https?:"), serve_mathjax if maths else lambda route: route.abort()
+            )
         page.emulate_media(color_scheme="dark" if dark else "light")
         page.goto(rendered[dark][name].as_uri())
-        if dark: page.evaluate("document.body.classList.contains('quarto-light') && window.quartoToggleColorScheme?.()")
+        if dark:
+            page.evaluate(
+                "document.body.classList.contains('quarto-light') && "
+                "window.quartoToggleColorScheme?.()"
+            )
         return page
     yield open_at
     for page in pages: page.close()
@@ -231,20 +298,39 @@ def source(name: str) -> list[dict]:
 @every_page
 def test_figures_are_shown(visit, name):
     page = visit(name, 1280)
-    broken = page.evaluate("[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src.slice(0, 100))")
-    stored = sum("image/png" in o.get("data", {}) for c in source(name) for o in c.get("outputs", []))
+    broken = page.evaluate(
+        "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src.slice(0, "
+        "100))"
+    )
+    stored = sum(
+        "image/png" in o.get("data", {}) for c in source(name) for o in c.get("outputs", [])
+    )
     assert broken == [] and page.evaluate("document.images.length") >= stored
 
 
 @every_page
 def test_links_lead_somewhere(visit, name):
     page = visit(name, 1280)
-    hrefs = page.evaluate("[...document.querySelectorAll('main a[href], .jp-Notebook a[href]')].map(a => a.getAttribute('href'))")
+    hrefs = page.evaluate(
+        "[...document.querySelectorAll('main a[href], .jp-Notebook a[href]')].map(a => "
+        "a.getAttribute('href'))"
+    )
     here = (NBS / name).parent
     local = [h for h in hrefs if not re.match(r"[a-z]+:|#", h)]
-    missing = [h for h in local if not any((here / h.split("#")[0]).with_suffix(end).exists() for end in (".ipynb", Path(h.split("#")[0]).suffix))]
+    missing = [
+        h
+        for h in local
+        if not any(
+            (here / h.split("#")[0]).with_suffix(end).exists()
+            for end in (".ipynb", Path(h.split("#")[0]).suffix)
+        )
+    ]
     anchors = [h for h in hrefs if h.startswith("#") and len(h) > 1]
-    lost = [h for h in anchors if not page.evaluate("id => !!document.getElementById(decodeURIComponent(id))", h[1:])]
+    lost = [
+        h
+        for h in anchors
+        if not page.evaluate("id => !!document.getElementById(decodeURIComponent(id))", h[1:])
+    ]
     assert missing + lost == []
 
 
@@ -259,14 +345,28 @@ RAW_MATHS = """() => {
 
 @every_page
 def test_maths_is_drawn(visit, name):
-    has_maths = any(re.search(r"\$[^$`]+\$", re.sub(r"`[^`]*`", "", "".join(c["source"]))) for c in source(name) if c["cell_type"] == "markdown")
+    has_maths = any(
+        re.search(r"\$[^$`]+\$", re.sub(r"`[^`]*`", "", "".join(c["source"])))
+        for c in source(name)
+        if c["cell_type"] == "markdown"
+    )
     if not has_maths: pytest.skip("no maths on this page")
     page = visit(name, 1280, maths=True)
-    try: page.wait_for_selector(".MathJax_CHTML, mjx-container, .MathJax, .katex", state="attached", timeout=20_000 if MATHJAX.is_dir() else 10_000)
+    try:
+        page.wait_for_selector(
+            ".MathJax_CHTML, mjx-container, .MathJax, .katex", state="attached",
+            timeout=20_000 if MATHJAX.is_dir() else 10_000,
+        )
     except sync_api.TimeoutError:
-        if not MATHJAX.is_dir(): pytest.skip("no MathJax here and none from the network (Debian: apt-get install libjs-mathjax)")
+        if not MATHJAX.is_dir():
+            pytest.skip(
+                "no MathJax here and none from the network (Debian: apt-get install libjs-mathjax)"
+            )
         raise
-    page.wait_for_function("!window.MathJax?.Hub || !document.querySelector('.MathJax_Preview:not(:empty)')", timeout=20_000)
+    page.wait_for_function(
+        "!window.MathJax?.Hub || !document.querySelector('.MathJax_Preview:not(:empty)')",
+        timeout=20_000,
+    )
     assert page.evaluate(RAW_MATHS) == [] and page.locator(".merror, .katex-error").count() == 0
 
 
@@ -275,7 +375,9 @@ def test_maths_is_drawn(visit, name):
 def test_nothing_is_wider_than_the_screen(visit, name, width, tmp_path):
     page = visit(name, width, maths=True)
     page.screenshot(path=tmp_path / f"{width}.png", full_page=True)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width, page.evaluate(WIDEST, width)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, page.evaluate(
+        WIDEST, width
+    )
 
 
 WIDEST = """width => [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > width + 1

@@ -1,4 +1,5 @@
-"""The command line as a program: what it prints, what it leaves on disk, and what it says when something is wrong."""
+"""The command line as a program: what it prints, what it leaves on disk, and what it says when
+something is wrong."""
 import json
 import os
 import signal
@@ -11,7 +12,10 @@ import pytest
 import yaml
 
 ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
-SMALL = {"max_steps": 12, "batch_size": 4, "block_size": 32, "warmup_steps": 2, "eval_every": 4, "eval_windows": 8, "checkpoint_every": 4}
+SMALL = {
+    "max_steps": 12, "batch_size": 4, "block_size": 32, "warmup_steps": 2, "eval_every": 4,
+    "eval_windows": 8, "checkpoint_every": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -20,15 +24,21 @@ def env(tmp_path_factory):
 
 
 def settings(**changes) -> list[str]:
-    return [arg for key, value in {**SMALL, **changes}.items() for arg in ("--set", f"{key}={value}")]
+    return [
+        arg for key, value in {**SMALL, **changes}.items() for arg in ("--set", f"{key}={value}")
+    ]
 
 
 def run(env, *args, timeout=120):
-    return subprocess.run([*ALTGRAD, *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [*ALTGRAD, *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def timeless(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in ("tokens_per_s", "wall_clock_s")} for row in rows]
+    return [
+        {k: v for k, v in row.items() if k not in ("tokens_per_s", "wall_clock_s")} for row in rows
+    ]
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -46,9 +56,13 @@ def compared(env, tmp_path_factory):
 def test_compare_prints_its_table_and_names_what_it_wrote(compared):
     out, names, done = compared
     assert done.returncode == 0, done.stderr
-    for words in [*names, "one seed: ", "unigram entropy", "bigram entropy", "codes unchanged", f"folder: {out}"]:
+    for words in [
+        *names, "one seed: ", "unigram entropy", "bigram entropy", "codes unchanged",
+        f"folder: {out}",
+    ]:
         assert words in done.stdout
-    assert (out / "comparison.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and f"figure: {out}/comparison.png" in done.stdout
+    assert (out / "comparison.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert f"figure: {out}/comparison.png" in done.stdout
     assert "gap (" not in done.stdout and "noise" in done.stdout  # one run each ranks nothing
 
 
@@ -57,10 +71,20 @@ def test_a_run_folder_is_complete_and_strict(compared):
     for name in names:
         rows, record = metrics(out / name), json.loads((out / name / "run.json").read_text())
         assert [row["step"] for row in rows] == list(range(1, 13))
-        assert {"loss", "perplexity", "lr", "grad_norm", "tokens_per_s", "wall_clock_s"} <= set(rows[0])
-        assert all(0 <= row[rate] <= 1 for row in rows for rate in ("overflow_rate", "underflow_rate", "bit_stall_rate"))
-        assert record["exit_reason"] == "finished" and record["seed"] == 42 and len(record["corpus"]["hash"]) == 64
-        assert record["versions"]["torch"] and record["machine"]["cpu"] and record["compute_dtype"] in ("float32", "bfloat16")
+        assert {"loss", "perplexity", "lr", "grad_norm", "tokens_per_s", "wall_clock_s"} <= set(
+            rows[0]
+        )
+        assert all(
+            0 <= row[rate] <= 1
+            for row in rows
+            for rate in ("overflow_rate", "underflow_rate", "bit_stall_rate")
+        )
+        assert record["exit_reason"] == "finished"
+        assert record["seed"] == 42
+        assert len(record["corpus"]["hash"]) == 64
+        assert record["versions"]["torch"]
+        assert record["machine"]["cpu"]
+        assert record["compute_dtype"] in ("float32", "bfloat16")
         assert sum(record["bit_histogram"]) == record["quantized_parameters"] == 4 * 12 * 128**2
         assert yaml.safe_load((out / name / "config.yaml").read_text())["name"] == name
 
@@ -68,7 +92,8 @@ def test_a_run_folder_is_complete_and_strict(compared):
 def test_formats_differ_only_in_their_grid(compared):
     out, names, _ = compared
     first = {name: metrics(out / name)[0]["loss"] for name in names}
-    assert max(first.values()) - min(first.values()) < 0.05  # the same batch through the same weights, rounded
+    # the same batch through the same weights, rounded
+    assert max(first.values()) - min(first.values()) < 0.05
     assert len(set(first.values())) == len(names) - 1 and first["e0m7_fp8"] == first["e1m6_fp8"]
     assert timeless(metrics(out / "e0m7_fp8")) == timeless(metrics(out / "e1m6_fp8"))
 
@@ -77,17 +102,23 @@ def test_the_same_command_again_trains_nothing(compared, env):
     out, names, _ = compared
     before = {name: (out / name / "metrics.jsonl").stat().st_mtime_ns for name in names}
     done = run(env, "compare", *names[:3], *settings(), "--out", out, "--json")
-    assert done.returncode == 0 and [row["name"] for row in json.loads(done.stdout)["rows"]] == names[:3]
+    assert done.returncode == 0
+    assert [row["name"] for row in json.loads(done.stdout)["rows"]] == names[:3]
     assert before == {name: (out / name / "metrics.jsonl").stat().st_mtime_ns for name in names}
     other = run(env, "compare", *names[:3], *settings(lr=0.1), "--out", out)
-    assert other.returncode == 2 and "lr=0.003, not 0.1" in other.stderr and other.stderr.count("\n") == 1
+    assert other.returncode == 2
+    assert "lr=0.003, not 0.1" in other.stderr
+    assert other.stderr.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
 def paired(env, tmp_path_factory):
     "A comparison of two arms with two seeds, made after one with one seed, and what both printed."
     out = tmp_path_factory.mktemp("paired")
-    args = ["compare", "e7m0_fp8", "e7m0_fp8:storage=grid_nearest", *settings(), "--wandb", "off", "--out", out]
+    args = [
+        "compare", "e7m0_fp8", "e7m0_fp8:storage=grid_nearest", *settings(), "--wandb", "off",
+        "--out", out,
+    ]
     single = run(env, *args, "--json")
     stamp = (out / "e7m0_fp8/metrics.jsonl").stat().st_mtime_ns
     return out, json.loads(single.stdout), run(env, *args, "--seeds", "2", "--json"), stamp, args
@@ -97,23 +128,50 @@ def test_seeds_are_paired_and_their_mean_gap_has_its_interval(paired):
     out, single, done, stamp, _ = paired
     assert done.returncode == 0, done.stderr
     names = ["e7m0_fp8", "e7m0_fp8_grid_nearest"]
-    assert sorted(p.parent.name for p in out.glob("*/run.json")) == sorted([*names, *(f"{name}_seed43" for name in names)])
-    assert (out / "e7m0_fp8/metrics.jsonl").stat().st_mtime_ns == stamp, "the run of the first seed is used again"
-    configs = {name: yaml.safe_load((out / name / "config.yaml").read_text()) for name in (*names, f"{names[0]}_seed43", f"{names[1]}_seed43")}
-    assert [(c["seed"], c["storage"]) for c in configs.values()] == [(42, "master"), (42, "grid_nearest"), (43, "master"), (43, "grid_nearest")]
+    assert sorted(p.parent.name for p in out.glob("*/run.json")) == sorted([
+        *names,
+        *(f"{name}_seed43" for name in names),
+    ])
+    assert (out / "e7m0_fp8/metrics.jsonl").stat().st_mtime_ns == stamp, (
+        "the run of the first seed is used again"
+    )
+    configs = {
+        name: yaml.safe_load((out / name / "config.yaml").read_text())
+        for name in (*names, f"{names[0]}_seed43", f"{names[1]}_seed43")
+    }
+    assert [(c["seed"], c["storage"]) for c in configs.values()] == [
+        (42, "master"),
+        (42, "grid_nearest"),
+        (43, "master"),
+        (43, "grid_nearest"),
+    ]
     loss = {name: metrics(out / name)[-1]["val_loss"] for name in configs}
-    first, second = (loss[f"{names[1]}{seed}"] - loss[f"{names[0]}{seed}"] for seed in ("", "_seed43"))
+    first, second = (
+        loss[f"{names[1]}{seed}"] - loss[f"{names[0]}{seed}"] for seed in ("", "_seed43")
+    )
     base, row = json.loads(done.stdout)["rows"]
-    assert row["gap_nats"] == pytest.approx((first + second) / 2) and row["val_loss"] == pytest.approx((loss[names[1]] + loss[f"{names[1]}_seed43"]) / 2)
-    half = 12.7062 * abs(first - second) / 2  # Student's t for one degree of freedom; the standard error of two
-    assert [row["gap_low"], row["gap_high"]] == pytest.approx([row["gap_nats"] - half, row["gap_nats"] + half], rel=1e-4)  # the table of t has five digits
-    assert row["within_noise"] is (row["gap_low"] <= 0 <= row["gap_high"]) and base["is_baseline"] and json.loads(done.stdout)["seeds"] == [42, 43]
-    assert [r["gap_nats"] for r in single["rows"]] == [None, None] and single["about_gaps"].startswith("one seed")
+    assert row["gap_nats"] == pytest.approx((first + second) / 2)
+    assert row["val_loss"] == pytest.approx((loss[names[1]] + loss[f"{names[1]}_seed43"]) / 2)
+    # Student's t for one degree of freedom; the standard error of two
+    half = 12.7062 * abs(first - second) / 2
+    # the table of t has five digits
+    assert [row["gap_low"], row["gap_high"]] == pytest.approx(
+        [row["gap_nats"] - half, row["gap_nats"] + half], rel=1e-4
+    )
+    assert row["within_noise"] is (row["gap_low"] <= 0 <= row["gap_high"])
+    assert base["is_baseline"]
+    assert json.loads(done.stdout)["seeds"] == [42, 43]
+    assert [r["gap_nats"] for r in single["rows"]] == [None, None]
+    assert single["about_gaps"].startswith("one seed")
 
 
 def test_a_table_of_seeds_says_what_is_noise(paired, env):
     text = run(env, *paired[4], "--seeds", "2").stdout
-    for words in ("seeds 42 to 43", "gap (nats)", "95 % interval", "within noise: the interval includes zero", "baseline"): assert words in text
+    for words in (
+        "seeds 42 to 43", "gap (nats)", "95 % interval", "within noise: the interval includes zero",
+        "baseline",
+    ):
+        assert words in text
 
 
 LONGER = settings(max_steps=100, dropout=0.1)
@@ -128,14 +186,24 @@ def uninterrupted(env, tmp_path_factory):
     return out / "whole"
 
 
-@pytest.mark.parametrize("how, times", [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGKILL, 1), (signal.SIGKILL, 3)])
-def test_an_interrupted_run_says_so_and_goes_on_bit_for_bit(env, tmp_path, uninterrupted, how, times):
+@pytest.mark.parametrize(
+    "how, times",
+    [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGKILL, 1), (signal.SIGKILL, 3)],
+)
+def test_an_interrupted_run_says_so_and_goes_on_bit_for_bit(
+    env, tmp_path, uninterrupted, how, times
+):
     cut, reached = tmp_path / "cut", 0
     for _ in range(times):
-        command = [*ALTGRAD, "train", "e4m3_fp8", *LONGER, "--set", "name=cut", "--out", str(tmp_path)]
+        command = [
+            *ALTGRAD, "train", "e4m3_fp8", *LONGER, "--set", "name=cut", "--out", str(tmp_path)
+        ]
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 60
-        while not (cut / "metrics.jsonl").is_file() or len((cut / "metrics.jsonl").read_text().splitlines()) < reached + 7:
+        while (
+            not (cut / "metrics.jsonl").is_file()
+            or len((cut / "metrics.jsonl").read_text().splitlines()) < reached + 7
+        ):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(how)
@@ -148,7 +216,8 @@ def test_an_interrupted_run_says_so_and_goes_on_bit_for_bit(env, tmp_path, unint
     done = run(env, "train", "e4m3_fp8", *LONGER, "--set", "name=cut", "--out", tmp_path)
     assert done.returncode == 0 and timeless(metrics(cut)) == timeless(metrics(uninterrupted))
     same = [json.loads((folder / "run.json").read_text()) for folder in (cut, uninterrupted)]
-    assert same[0]["bit_histogram"] == same[1]["bit_histogram"] and same[0]["results"]["val_loss"] == same[1]["results"]["val_loss"]
+    assert same[0]["bit_histogram"] == same[1]["bit_histogram"]
+    assert same[0]["results"]["val_loss"] == same[1]["results"]["val_loss"]
 
 
 @pytest.fixture
@@ -163,47 +232,83 @@ def texts(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("args, words", [
-    (["train", "e9m9_fp8"], "allowed: bf16_baseline, e0m7_fp8"),
-    (["train", "e4m3_fp8", "--set", "format=E9M9"], "allowed: E0M7"),
-    (["train", "e4m3_fp8", "--set", "model=gpt-5"], "allowed: gpt-tiny, gpt-10m"),
-    (["train", "e4m3_fp8", "--set", "data=wikipedia"], "stdlib"),
-    (["train", "e4m3_fp8", "--set", "tokenizer=words"], "bpe"),
-    (["train", "e4m3_fp8", "--set", "leanring_rate=1"], "unknown config key"),
-    (["train", "e4m3_fp8", "--set", "max_steps=many"], "max_steps must be int"),
-    (["train", "{t}/bad.yaml"], "not valid YAML (line"),
-    (["train", "{t}/typo.yaml"], "did you mean format"),
-    (["train", "{t}/absent.yaml"], "cannot read"),
-    (["train", "e4m3_fp8", "--set", "data=path:{t}/empty.txt"], "empty.txt"),
-    (["train", "e4m3_fp8", "--set", "data=path:{t}/binary.txt"], "binary.txt"),
-    (["train", "e4m3_fp8", "--set", "data=path:{t}/short.txt"], "too short"),
-    (["train", "e4m3_fp8", "--set", "data=path:{t}/line.txt"], "block_size 64"),
-    (["train", "e4m3_fp8", "--set", "data=path:{t}/absent.txt"], "absent.txt"),
-    (["train", "e4m3_fp8", "--set", "device=cuda"], "no CUDA device is available; allowed: auto, cpu"),
-    (["train", "e4m3_fp8", "--set", "device=tpu"], "allowed: auto, cpu, cuda"),
-    (["compare", "e4m3_fp8", "{t}/typo.yaml"], "did you mean format"),
-    (["compare", "bf16_baseline", "e4m3_fp8", "--out", "{t}/file/runs"], "cannot write to"),
-    (["compare", "bf16_baseline", "e4m3_fp8", "--seeds", "0", "--out", "{t}/runs"], "seeds must be at least 1 and at most 100, not 0"),
-    (["compare", "bf16_baseline", "e4m3_fp8", "--seeds", "999999999999", "--out", "{t}/runs"], "at most 100"),
-    (["compare", "bf16_baseline", "e4m3_fp8", "--seeds", "3.5", "--out", "{t}/runs"], "invalid int value"),
-    (["compare", "bf16_baseline", "e4m3_fp8", "--seeds", "2", "--set", "seed=9223372036854775807", "--out", "{t}/runs"], "seed must be"),
-    (["compare", "e4m3_fp8", "e4m3_fp8:storage=grid", "--out", "{t}/runs"], "unknown storage 'grid'"),
-    (["compare", "e4m3_fp8", "e4m3_fp8:storge=grid_nearest", "--out", "{t}/runs"], "did you mean storage"),
-    (["compare", "e4m3_fp8", "e4m3_fp8:lr=1e-4", "--out", "{t}/runs"], "arms must agree in lr"),
-    (["compare", "e4m3_fp8", "e4m3_fp8:lr", "--out", "{t}/runs"], "neither a .yaml file nor packaged"),
-    (["compare", "e4m3_fp8", "e4m3_fp8:storage=grid_nearest,", "--out", "{t}/runs"], "'' is not KEY=VALUE"),
-    (["formats", "E4M33"], "did you mean E4M3"),
-    (["formats", "E4M3", "extra"], "unrecognized arguments"),
-    (["formats", "E4M3b7iee"], "did you mean ieee"),
-    (["formats", "E4M3b999"], "outside float32's range"),
-    (["formats", "--codes"], "name it"),
-    (["train", "e4m3_fp8", "--set", "format=E4M3b7n"], "hence no zero"),
-    ([], "required"),
-    (["train", "e4m3_fp8", "--set", "learning_rate=1"], "did you mean"),
-    (["train", "e4m3_fp8", "--set", "name=a\nb"], "cannot name a folder"),
-    (["train", "e4m3_fp8", "--set", f"name={'n' * 300}"], "cannot name a folder"),
-    (["train", "e4m3_fp8", "--set", "seed=-1"], "seed must be at least 0"),
-])
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["train", "e9m9_fp8"], "allowed: bf16_baseline, e0m7_fp8"),
+        (["train", "e4m3_fp8", "--set", "format=E9M9"], "allowed: E0M7"),
+        (["train", "e4m3_fp8", "--set", "model=gpt-5"], "allowed: gpt-tiny, gpt-10m"),
+        (["train", "e4m3_fp8", "--set", "data=wikipedia"], "stdlib"),
+        (["train", "e4m3_fp8", "--set", "tokenizer=words"], "bpe"),
+        (["train", "e4m3_fp8", "--set", "leanring_rate=1"], "unknown config key"),
+        (["train", "e4m3_fp8", "--set", "max_steps=many"], "max_steps must be int"),
+        (["train", "{t}/bad.yaml"], "not valid YAML (line"),
+        (["train", "{t}/typo.yaml"], "did you mean format"),
+        (["train", "{t}/absent.yaml"], "cannot read"),
+        (["train", "e4m3_fp8", "--set", "data=path:{t}/empty.txt"], "empty.txt"),
+        (["train", "e4m3_fp8", "--set", "data=path:{t}/binary.txt"], "binary.txt"),
+        (["train", "e4m3_fp8", "--set", "data=path:{t}/short.txt"], "too short"),
+        (["train", "e4m3_fp8", "--set", "data=path:{t}/line.txt"], "block_size 64"),
+        (["train", "e4m3_fp8", "--set", "data=path:{t}/absent.txt"], "absent.txt"),
+        (
+            ["train", "e4m3_fp8", "--set", "device=cuda"],
+            "no CUDA device is available; allowed: auto, cpu",
+        ),
+        (["train", "e4m3_fp8", "--set", "device=tpu"], "allowed: auto, cpu, cuda"),
+        (["compare", "e4m3_fp8", "{t}/typo.yaml"], "did you mean format"),
+        (["compare", "bf16_baseline", "e4m3_fp8", "--out", "{t}/file/runs"], "cannot write to"),
+        (
+            ["compare", "bf16_baseline", "e4m3_fp8", "--seeds", "0", "--out", "{t}/runs"],
+            "seeds must be at least 1 and at most 100, not 0",
+        ),
+        (
+            [
+                "compare", "bf16_baseline", "e4m3_fp8", "--seeds", "999999999999", "--out",
+                "{t}/runs",
+            ],
+            "at most 100",
+        ),
+        (
+            ["compare", "bf16_baseline", "e4m3_fp8", "--seeds", "3.5", "--out", "{t}/runs"],
+            "invalid int value",
+        ),
+        (
+            [
+                "compare", "bf16_baseline", "e4m3_fp8", "--seeds", "2", "--set",
+                "seed=9223372036854775807", "--out", "{t}/runs",
+            ],
+            "seed must be",
+        ),
+        (
+            ["compare", "e4m3_fp8", "e4m3_fp8:storage=grid", "--out", "{t}/runs"],
+            "unknown storage 'grid'",
+        ),
+        (
+            ["compare", "e4m3_fp8", "e4m3_fp8:storge=grid_nearest", "--out", "{t}/runs"],
+            "did you mean storage",
+        ),
+        (["compare", "e4m3_fp8", "e4m3_fp8:lr=1e-4", "--out", "{t}/runs"], "arms must agree in lr"),
+        (
+            ["compare", "e4m3_fp8", "e4m3_fp8:lr", "--out", "{t}/runs"],
+            "neither a .yaml file nor packaged",
+        ),
+        (
+            ["compare", "e4m3_fp8", "e4m3_fp8:storage=grid_nearest,", "--out", "{t}/runs"],
+            "'' is not KEY=VALUE",
+        ),
+        (["formats", "E4M33"], "did you mean E4M3"),
+        (["formats", "E4M3", "extra"], "unrecognized arguments"),
+        (["formats", "E4M3b7iee"], "did you mean ieee"),
+        (["formats", "E4M3b999"], "outside float32's range"),
+        (["formats", "--codes"], "name it"),
+        (["train", "e4m3_fp8", "--set", "format=E4M3b7n"], "hence no zero"),
+        ([], "required"),
+        (["train", "e4m3_fp8", "--set", "learning_rate=1"], "did you mean"),
+        (["train", "e4m3_fp8", "--set", "name=a\nb"], "cannot name a folder"),
+        (["train", "e4m3_fp8", "--set", f"name={'n' * 300}"], "cannot name a folder"),
+        (["train", "e4m3_fp8", "--set", "seed=-1"], "seed must be at least 0"),
+    ],
+)
 def test_a_wrong_request_is_one_line_and_writes_nothing(env, texts, args, words):
     args = [arg.replace("{t}", str(texts)) for arg in args]
     if "device=cuda" in args: env = {**env, "CUDA_VISIBLE_DEVICES": ""}
@@ -226,7 +331,10 @@ def test_a_folder_with_other_files_is_left_alone(env, tmp_path):
 def test_a_changed_text_is_another_run(env, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox\n" * 2000)
-    args = ["train", "e4m3_fp8", *settings(max_steps=2, data=f"path:{text}"), "--out", tmp_path / "runs"]
+    args = [
+        "train", "e4m3_fp8", *settings(max_steps=2, data=f"path:{text}"), "--out",
+        tmp_path / "runs",
+    ]
     assert run(env, *args).returncode == 0
     text.write_text("jumps over the lazy dog\n" * 2000)
     done = run(env, *args)
@@ -237,7 +345,10 @@ def test_help_and_formats_need_no_torch_time(env):
     done = run(env, "--help")
     assert done.returncode == 0 and "examples" in done.stdout
     code = "import sys, altgrad.cli; altgrad.cli.make_parser(); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "False\n"
+    )
     assert "448" in run(env, "formats", "E4M3").stdout
 
 
@@ -246,9 +357,12 @@ def test_a_diverged_run_says_so_and_is_not_a_success(env, tmp_path):
     done = run(env, "train", "e4m3_fp8", *args)
     assert done.returncode == 1 and "the validation loss is not finite" in done.stdout
     both = run(env, "compare", "bf16_baseline", "e4m3_fp8", *args)
-    assert both.returncode == 1 and "e4m3_fp8: finished, but the validation loss is not finite" in both.stdout
+    assert both.returncode == 1
+    assert "e4m3_fp8: finished, but the validation loss is not finite" in both.stdout
     as_json = run(env, "compare", "bf16_baseline", "e4m3_fp8", *args, "--json")
-    rows = json.loads(as_json.stdout, parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))["rows"]
+    rows = json.loads(as_json.stdout, parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))[
+        "rows"
+    ]
     assert [row["val_loss"] for row in rows] == [None, None]
     assert all("nonfinite" in row for row in metrics(tmp_path / "e4m3_fp8")[1:])
 
@@ -259,7 +373,8 @@ def test_a_run_ends_with_its_picture_says_how_long_it_takes_and_stands_on_the_pa
     assert (tmp_path / "e4m3_fp8/run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     lines = done.stderr.splitlines()
     assert lines[0].startswith("gpt-tiny on stdlib") and "12 steps of 4 x 32 tokens" in lines[0]
-    assert lines[1].startswith("e4m3_fp8: step 1/12") and all(line.endswith(" left") for line in lines[1:])
+    assert lines[1].startswith("e4m3_fp8: step 1/12")
+    assert all(line.endswith(" left") for line in lines[1:])
     page = run(env, "watch", tmp_path, "--page")
     assert page.returncode == 0 and page.stdout == f"page: {tmp_path}/watch.html\n"
     text = (tmp_path / "watch.html").read_text()
@@ -283,7 +398,8 @@ def test_an_early_interrupt_leaves_no_traceback_and_no_silent_folder(env, tmp_pa
     if process.returncode != -signal.SIGINT:  # Python itself was still starting
         assert process.returncode == 130 and "Traceback" not in err, err
     folder = tmp_path / "e4m3_fp8"
-    if (folder / "config.yaml").exists(): assert json.loads((folder / "run.json").read_text())["exit_reason"] == "interrupted"
+    if (folder / "config.yaml").exists():
+        assert json.loads((folder / "run.json").read_text())["exit_reason"] == "interrupted"
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -292,7 +408,8 @@ def test_tables_fit_the_terminal(env, columns):
     assert done.returncode == 0 and "…" not in done.stdout and "1.9921875 x 2^127" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= columns
     names = [line.split()[0] for line in done.stdout.splitlines() if line.strip()][3:]
-    assert names[:8] == [f"E{e}M{7 - e}" for e in range(8)] and {"mxint8", "binary8p1", "float8_e8m0fnu"} <= set(names[8:])
+    assert names[:8] == [f"E{e}M{7 - e}" for e in range(8)]
+    assert {"mxint8", "binary8p1", "float8_e8m0fnu"} <= set(names[8:])
 
 
 def test_a_card_and_its_codes(env):
@@ -300,7 +417,9 @@ def test_a_card_and_its_codes(env):
     card, table = run(narrow, "formats", "E4M3"), run(narrow, "formats", "float8_e4m3fn", "--codes")
     assert card.returncode == table.returncode == 0 and table.stdout.startswith(card.stdout)
     assert "448  (0x7E)" in card.stdout and "0x7F, 0xFF" in card.stdout
-    assert "0x38 1 " in table.stdout and "0x7F NaN" in table.stdout and max(map(len, table.stdout.splitlines())) <= 80
+    assert "0x38 1 " in table.stdout
+    assert "0x7F NaN" in table.stdout
+    assert max(map(len, table.stdout.splitlines())) <= 80
 
 
 def test_a_reader_who_leaves_early_sees_no_traceback(env):
@@ -312,5 +431,9 @@ def test_a_reader_who_leaves_early_sees_no_traceback(env):
 @pytest.mark.parametrize("args", ["--help", "train --help", "formats"])
 def test_an_output_that_is_full_is_one_line(env, args):
     if not Path("/dev/full").exists(): pytest.skip("there is no /dev/full here")
-    done = subprocess.run(f"{ALTGRAD[0]} {args} > /dev/full", shell=True, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr == "altgrad: the output or the system failed: No space left on device\n"
+    done = subprocess.run(
+        f"{ALTGRAD[0]} {args} > /dev/full", shell=True, env=env, capture_output=True, text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "altgrad: the output or the system failed: No space left on device\n"

@@ -1,4 +1,5 @@
-"""A sweep on a real Ray cluster of two nodes on this machine, one of which is killed in the middle."""
+"""A sweep on a real Ray cluster of two nodes on this machine, one of which is killed in the
+middle."""
 import os
 import socket
 import subprocess
@@ -33,13 +34,17 @@ def here(tmp_path_factory):
     "A folder with two texts, a cache and a checkpoint."
     folder = tmp_path_factory.mktemp("cluster")
     for name, factor in (("text.txt", 1), ("other.txt", 2)):
-        (folder / name).write_text("".join(f"{i} times {i} is {factor * i * i}.\n" for i in range(3000)))
+        (folder / name).write_text(
+            "".join(f"{i} times {i} is {factor * i * i}.\n" for i in range(3000))
+        )
     build_checkpoint(bench(folder), "tiny-0")
     return folder
 
 
 def bench(folder: Path, text: str = "text.txt") -> Bench:
-    return Bench(folder / "checkpoints", {"tiny": f"path:{folder / text}"}, Task(), folder / "cache")
+    return Bench(
+        folder / "checkpoints", {"tiny": f"path:{folder / text}"}, Task(), folder / "cache"
+    )
 
 
 def rows_of(folder: Path) -> dict[str, dict]:
@@ -51,7 +56,9 @@ def rows_of(folder: Path) -> dict[str, dict]:
 def start(env: dict[str, str], *how: str) -> subprocess.Popen:
     "One node with one CPU, by Ray's own command, when it says that it runs."
     command = [RAY, "start", *how, "--num-cpus", "1", "--block", "--disable-usage-stats"]
-    node = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    node = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     said = []
     for line in node.stdout:
         said.append(line)
@@ -76,15 +83,26 @@ def is_busy(node: subprocess.Popen) -> bool:
 
 @pytest.fixture
 def cluster(tmp_path):
-    "A head and a second node, started as the page says; their address, the environment that has the token, and the nodes."
+    """A head and a second node, started as the page says; their address,
+    the environment that has the token, and the nodes."""
     env = os.environ | {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
     subprocess.run([RAY, "get-auth-token", "--generate"], env=env, check=True, capture_output=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    nodes = [start(env, "--head", "--node-ip-address", "127.0.0.1", "--port", address.partition(":")[2], "--include-dashboard", "false")]
+    nodes = [
+        start(
+            env, "--head", "--node-ip-address", "127.0.0.1", "--port", address.partition(":")[2],
+            "--include-dashboard", "false",
+        )
+    ]
     try:
-        nodes.append(start(env, "--address", address, "--node-ip-address", "127.0.0.1", "--dashboard-agent-listen-port", "0"))
+        nodes.append(
+            start(
+                env, "--address", address, "--node-ip-address", "127.0.0.1",
+                "--dashboard-agent-listen-port", "0",
+            )
+        )
         yield address, env, nodes
     finally:
         for node in nodes[::-1]:
@@ -96,17 +114,30 @@ def test_a_killed_node_changes_no_row(here, cluster):
     assert whole.run(1, progress=False) == 0
     address, env, nodes = cluster
     (here / "matrix.yaml").write_text(MATRIX)
-    command = [ALTGRAD, "sweep", here / "matrix.yaml", "--out", here / "ray", "--corpus", f"tiny=path:{here / 'text.txt'}"]
-    command += ["--checkpoints", here / "checkpoints", "--executor", "ray", "--ray-address", address]
+    command = [
+        ALTGRAD, "sweep", here / "matrix.yaml", "--out", here / "ray", "--corpus",
+        f"tiny=path:{here / 'text.txt'}",
+    ]
+    command += [
+        "--checkpoints", here / "checkpoints", "--executor", "ray", "--ray-address", address
+    ]
     env = env | {"ALTGRAD_CACHE": str(here / "cache")}
-    sweep = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    sweep = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
-        until(lambda: len(Ledger(here / "ray").rows()) >= 4 and is_busy(nodes[1]), lambda: sweep.poll() is None, seconds=120)  # so that it has a run to lose
+        # so that it has a run to lose
+        until(
+            lambda: len(Ledger(here / "ray").rows()) >= 4 and is_busy(nodes[1]),
+            lambda: sweep.poll() is None,
+            seconds=120,
+        )
         kill(nodes[1])
         said = sweep.communicate(timeout=240)[0]
     finally: sweep.kill()
     assert sweep.returncode == 0, said
-    assert rows_of(here / "ray") == rows_of(here / "local") and len(rows_of(here / "ray")) == 4 * 5 + 4 * 2
+    assert rows_of(here / "ray") == rows_of(here / "local")
+    assert len(rows_of(here / "ray")) == 4 * 5 + 4 * 2
 
 
 @pytest.fixture
@@ -120,7 +151,8 @@ def own():
 def test_a_node_with_another_text_is_refused(here, own):
     sweep = Sweep(read_matrix(MATRIX), here / "other", bench(here))
     workers = RayWorkers(sweep)
-    workers.setup = (workers.setup[0], {"tiny": f"path:{here / 'other.txt'}"}, *workers.setup[2:])  # what a machine would find that has another file there
+    # what a machine would find that has another file there
+    workers.setup = (workers.setup[0], {"tiny": f"path:{here / 'other.txt'}"}, *workers.setup[2:])
     with workers:
         job = sweep.plan().jobs[0]
         assert "another text" in workers.submit(None, job.arm).result()["error"]
@@ -134,15 +166,29 @@ def test_runs_share_a_gpu(here, own):
         workers.device = "cpu"  # Ray's GPU is a number
         rows = [future.result() for future in [workers.submit(None, arm) for arm in jobs]]
     for row, want in zip(rows, run_arms(jobs, sweep.bench, size=1)):
-        assert row["engine"] == "batched" and row["weights_sha"] == want["weights_sha"] and row["raw_loss"] == want["raw_loss"]
+        assert row["engine"] == "batched"
+        assert row["weights_sha"] == want["weights_sha"]
+        assert row["raw_loss"] == want["raw_loss"]
     with pytest.raises(InputError, match="share of one GPU"): RayWorkers(sweep, gpus=2)
 
 
 def test_no_cluster_is_one_line(here):
     (here / "matrix.yaml").write_text(MATRIX)
-    command = [ALTGRAD, "sweep", here / "matrix.yaml", "--out", here / "none", "--corpus", f"tiny=path:{here / 'text.txt'}"]
+    command = [
+        ALTGRAD, "sweep", here / "matrix.yaml", "--out", here / "none", "--corpus",
+        f"tiny=path:{here / 'text.txt'}",
+    ]
     command += ["--checkpoints", here / "checkpoints"]
-    done = subprocess.run([*command, "--executor", "ray", "--ray-address", "127.0.0.1:1"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "no Ray cluster at 127.0.0.1:1" in done.stderr.splitlines()[-1], done.stderr
-    done = subprocess.run([*command, "--ray-address", "127.0.0.1:1"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*command, "--executor", "ray", "--ray-address", "127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (
+        done.returncode == 2 and "no Ray cluster at 127.0.0.1:1" in done.stderr.splitlines()[-1]
+    ), done.stderr
+    done = subprocess.run(
+        [*command, "--ray-address", "127.0.0.1:1"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2 and "--executor ray" in done.stderr

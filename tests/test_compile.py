@@ -1,4 +1,5 @@
-"""Compiled training: one graph, the losses of the eager run, and a compiler that gives up is heard."""
+"""Compiled training: one graph, the losses of the eager run, and a compiler that gives up is
+heard."""
 from functools import partial
 
 import pytest
@@ -12,13 +13,18 @@ from altgrad.training.config import make_config
 from altgrad.training.trainer import Trainer
 from old import OLD_TORCH
 
-SMALL = dict(format="E4M3", model="nano", max_steps=3, batch_size=2, block_size=16, eval_windows=2, warmup_steps=1, compute_dtype="float32", device="cpu")
+SMALL = dict(
+    format="E4M3", model="nano", max_steps=3, batch_size=2, block_size=16, eval_windows=2,
+    warmup_steps=1, compute_dtype="float32", device="cpu",
+)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text.txt").write_text("".join(f"{n * n} is the square of {n}\n" for n in range(2000)))
+    (folder / "text.txt").write_text(
+        "".join(f"{n * n} is the square of {n}\n" for n in range(2000))
+    )
     return load_corpus(f"path:{folder / 'text.txt'}", cache=folder / "cache")
 
 
@@ -38,72 +44,115 @@ def run(corpus, tmp_path, monkeypatch):
 def events(rows): return [e for row in rows for e in row.get("events", ())]
 
 
-@pytest.mark.skipif(OLD_TORCH, reason="torch 2.8 does not compile the hooks that round gradients; the run says so and goes on without")
+@pytest.mark.skipif(
+    OLD_TORCH,
+    reason="torch 2.8 does not compile the hooks that round gradients; the run says so and goes on "
+           "without",
+)
 def test_a_compiled_run_is_one_graph_with_the_losses_of_the_eager_one(run):
     points = dict(activation="E4M3", gradient="E5M2")
     said, eager = run("eager", **points)
     torch._dynamo.utils.counters.clear()
     told, compiled = run("compiled", compile="on", **points)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 and not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
     assert said["compile"] == "off" and told["compile"] == "on" and not events(compiled)
-    # another order of additions moves a loss by some 1e-7; a value that then falls on the other side of a rounding boundary, by some 1e-5
-    torch.testing.assert_close([r["loss"] for r in compiled], [r["loss"] for r in eager], rtol=1e-4, atol=0)
+    # another order of additions moves a loss by some 1e-7; a value that then falls on the other
+    # side of a rounding boundary, by some 1e-5
+    torch.testing.assert_close(
+        [r["loss"] for r in compiled], [r["loss"] for r in eager], rtol=1e-4, atol=0
+    )
 
 
 def test_rounding_inside_a_compiled_graph_gives_the_same_bits():
     g = torch.Generator().manual_seed(0)
-    any_bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=g).to(torch.int32).view(torch.float32)
-    x = torch.cat([any_bits, torch.randn(1 << 14, generator=g), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-45, -1e-45])])
+    any_bits = (
+        torch.randint(-(2**31), 2**31, (1 << 16,), generator=g).to(torch.int32).view(torch.float32)
+    )
+    x = torch.cat([
+        any_bits, torch.randn(1 << 14, generator=g),
+        torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-45, -1e-45]),
+    ])
 
-    def every(x, scale): return [fake_quantize(x, name, scale, rounding=mode) for name in (*EIGHT_BIT, "bfloat16") for mode in ("nearest", "up")]
+    def every(x, scale):
+        return [
+            fake_quantize(x, name, scale, rounding=mode)
+            for name in (*EIGHT_BIT, "bfloat16")
+            for mode in ("nearest", "up")
+        ]
 
     together = torch.compile(every, fullgraph=True)
     for scale in (torch.tensor(0.125), torch.tensor(0.3)):
         for got, want in zip(together(x, scale), every(x, scale)):
             assert torch.equal(got.isnan(), want.isnan())
-            assert torch.equal(got.masked_fill(got.isnan(), 0).view(torch.int32), want.masked_fill(want.isnan(), 0).view(torch.int32))  # -0 is not 0 here
+            # -0 is not 0 here
+            assert torch.equal(
+                got.masked_fill(got.isnan(), 0).view(torch.int32),
+                want.masked_fill(want.isnan(), 0).view(torch.int32),
+            )
 
 
 def test_what_is_rounded_inside_a_graph_was_a_bfloat16_number_before():
     def f(a, b): return fake_quantize(a * b, "E4M3", torch.tensor(0.25))
 
-    a, b = (torch.randn(1 << 12, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (0, 1))
-    assert torch.equal(torch.compile(f, fullgraph=True)(a, b), f(a, b))  # a compiler would keep the product in float32
+    a, b = (
+        torch.randn(1 << 12, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (0, 1)
+    )
+    # a compiler would keep the product in float32
+    assert torch.equal(torch.compile(f, fullgraph=True)(a, b), f(a, b))
 
 
 def test_transforms_inside_a_compiled_function_keep_the_gradient():
     x, whole = torch.linspace(-3, 3, 9), lambda x: (fake_quantize(x, "E0M7") * 2).sum()
     try: got = torch.compile(torch.func.grad(whole), backend="eager", fullgraph=True)(x)
-    except torch._dynamo.exc.TorchDynamoException: pytest.skip("this compiler gives up, and says so; a wrong gradient would not")
+    except torch._dynamo.exc.TorchDynamoException:
+        pytest.skip("this compiler gives up, and says so; a wrong gradient would not")
     assert torch.equal(got, torch.full((9,), 2.0))
 
 
-ARMS = (dict(storage="grid_stochastic"), dict(storage="bf16", rule="madam", rule_lr=0.01), dict(activation="E4M3 delayed", head="E5M2", grad_accum=2),
-        dict(residual_clamp=2.0, format="bfloat16"), dict(activation="E4M3", monitor_every=2))
+ARMS = (
+    dict(storage="grid_stochastic"), dict(storage="bf16", rule="madam", rule_lr=0.01),
+    dict(activation="E4M3 delayed", head="E5M2", grad_accum=2),
+    dict(residual_clamp=2.0, format="bfloat16"), dict(activation="E4M3", monitor_every=2),
+)
 
 
 @pytest.mark.parametrize("arm", ARMS, ids=str)
 def test_every_kind_of_run_is_traced_without_a_break(run, arm, monkeypatch):
     whole = run("eager", **arm)[1]
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # the graph, run as it is: equal to the last bit
+    # the graph, run as it is: equal to the last bit
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     traced = run("traced", compile="on", **arm)[1]
     assert not [e for e in events(traced) if e["metric"] == "compile"]
-    assert [r["loss"] for r in traced] == [r["loss"] for r in whole] and traced[-1]["val_loss"] == whole[-1]["val_loss"]
+    assert [r["loss"] for r in traced] == [r["loss"] for r in whole]
+    assert traced[-1]["val_loss"] == whole[-1]["val_loss"]
 
 
-def heard(rows): return [(row["step"], e["kind"]) for row in rows for e in row.get("events", ()) if e["metric"] == "compile"]
+def heard(rows):
+    return [
+        (row["step"], e["kind"])
+        for row in rows
+        for e in row.get("events", ())
+        if e["metric"] == "compile"
+    ]
 
 
 def test_too_many_graphs_are_a_warning_and_the_run_goes_on(run, monkeypatch):
-    monkeypatch.setattr("altgrad.model.surgery.CHUNK", 0)  # every weight is rounded at its first use, and found rounded at the second: two graphs
+    # every weight is rounded at its first use, and found rounded at the second: two graphs
+    monkeypatch.setattr("altgrad.model.surgery.CHUNK", 0)
     whole = run("eager", grad_accum=2)[1]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    with torch._dynamo.config.patch(recompile_limit=1): rows = run("limited", compile="on", grad_accum=2)[1]
-    assert heard(rows) == [(1, "warning")] and [r["loss"] for r in rows] == [r["loss"] for r in whole]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        rows = run("limited", compile="on", grad_accum=2)[1]
+    assert heard(rows) == [(1, "warning")]
+    assert [r["loss"] for r in rows] == [r["loss"] for r in whole]
 
 
 def test_a_missing_compiler_is_a_warning_and_the_run_goes_on(run):
     whole = run("eager")[1]
     import torch._inductor.config as inductor
-    with inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}): record, rows = run("alone", compile="on")
-    assert heard(rows) == [(1, "warning")] and [r["loss"] for r in rows] == [r["loss"] for r in whole] and record["exit_reason"] == "finished"
+    with inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        record, rows = run("alone", compile="on")
+    assert heard(rows) == [(1, "warning")]
+    assert [r["loss"] for r in rows] == [r["loss"] for r in whole]
+    assert record["exit_reason"] == "finished"

@@ -1,4 +1,5 @@
-"""What CONTRIBUTING.md promises: a format, a rule and a storage are one line each, proved on a copy of the notebooks; and its metric works."""
+"""What CONTRIBUTING.md promises: a format, a rule and a storage are one line each, proved on a copy
+of the notebooks; and its metric works."""
 import difflib
 import json
 import os
@@ -15,7 +16,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 BEFORE = '    FP8Format("float8_e4m3", 4, 3, bias=7, specials="ieee"),\n'
-LINE = '    FP8Format("a_new_format", 4, 3, bias=9, specials="fn"),\n'  # E4M3 with two more in its bias: torch's float8_e4m3fn divided by four
+# E4M3 with two more in its bias: torch's float8_e4m3fn divided by four
+LINE = '    FP8Format("a_new_format", 4, 3, bias=9, specials="fn"),\n'
 
 # What a user does with a format, and what torch's own float8 says it must give.
 USE = """
@@ -61,9 +63,13 @@ assert make_config({"format": name}).format == name
 """
 
 
-# Two rows more than the page has: a rule that replicas can stack, and a storage that is another's twin.
-RULE = ('    "adamw_half": Rule(optim.StiffnessAdamW, reads="betas eps weight_decay floor_octaves", fixed={"power": 0.5}, '
-        'guess=4e-3, unit="weight", source="here"),\n')
+# Two rows more than the page has: a rule that replicas can stack, and a storage that is another's
+# twin.
+RULE = (
+    '    "adamw_half": Rule(optim.StiffnessAdamW, reads="betas eps weight_decay floor_octaves", '
+    'fixed={"power": 0.5}, '
+    'guess=4e-3, unit="weight", source="here"),\n'
+)
 STORAGE = '    "grid_twin": Storage("stochastic"),\n'
 
 
@@ -82,7 +88,8 @@ def class_of_the_page() -> list[str]:
 
 def insert(path: Path, before: str, *lines: str) -> None:
     "Puts lines into a notebook's cell, in front of one that is there once."
-    text, quoted = path.read_text(encoding="utf-8"), [json.dumps(line, ensure_ascii=False) for line in (*lines, before)]
+    text = path.read_text(encoding="utf-8")
+    quoted = [json.dumps(line, ensure_ascii=False) for line in (*lines, before)]
     assert text.count(quoted[-1]) == 1, before
     path.write_text(text.replace(quoted[-1], ",\n    ".join(quoted)), encoding="utf-8")
 
@@ -92,15 +99,22 @@ def tree(tmp_path_factory) -> Path:
     "A copy of the notebooks with one more line, and what they export."
     folder = tmp_path_factory.mktemp("tree")
     shutil.copy(ROOT / "settings.ini", folder)
-    shutil.copytree(ROOT / "nbs", folder / "nbs", symlinks=True, ignore=shutil.ignore_patterns("results", "images", "studies", "tutorials"))
+    shutil.copytree(
+        ROOT / "nbs", folder / "nbs", symlinks=True,
+        ignore=shutil.ignore_patterns("results", "images", "studies", "tutorials"),
+    )
     insert(folder / "nbs/numbers/00_formats.ipynb", BEFORE, LINE)
     geometry = folder / "nbs/geometry"
-    insert(geometry / "02_storage.ipynb", '    "bf16": Storage("nearest", fmt="bfloat16"),\n', line_of("grid_toward_zero"), STORAGE)
+    insert(
+        geometry / "02_storage.ipynb", '    "bf16": Storage("nearest", fmt="bfloat16"),\n',
+        line_of("grid_toward_zero"), STORAGE,
+    )
     insert(geometry / "03_optim.ipynb", "class GridSGD(GeometryOptimizer):\n", *class_of_the_page())
     insert(geometry / "04_catalogue.ipynb", '    "muon": Rule(\n', line_of("sign_sgd"), RULE)
     (folder / "altgrad").mkdir()
     shutil.copy(ROOT / "altgrad/__init__.py", folder / "altgrad")
-    env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}  # nbdev_export does nothing where it is set
+    # nbdev_export does nothing where it is set
+    env = {k: v for k, v in os.environ.items() if k != "IN_TEST"}
     code = "from nbdev.doclinks import nbdev_export; nbdev_export.__wrapped__()"
     subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, check=True)
     return folder
@@ -109,7 +123,9 @@ def tree(tmp_path_factory) -> Path:
 def run(tree: Path, *command: str) -> str:
     "What Python prints with the copy as its package; its errors if it fails."
     env = {**os.environ, "PYTHONPATH": str(tree), "HOME": str(tree)}
-    done = subprocess.run([sys.executable, *command], cwd=tree, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tree, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -118,11 +134,21 @@ def test_these_lines_are_all_that_changed(tree):
     changed = {}
     for new in sorted((tree / "altgrad").rglob("*.py")):
         if new.name == "_modidx.py": continue
-        pair = [p.read_text(encoding="utf-8").splitlines(keepends=True) for p in (ROOT / new.relative_to(tree), new)]
+        pair = [
+            p.read_text(encoding="utf-8").splitlines(keepends=True)
+            for p in (ROOT / new.relative_to(tree), new)
+        ]
         lines = [line for line in difflib.ndiff(*pair) if line[0] in "+-"]
         if lines: changed[new.name] = lines
-    added = {"formats.py": [LINE], "storage.py": [line_of("grid_toward_zero"), STORAGE], "catalogue.py": [line_of("sign_sgd"), RULE]}
-    ours = [line for line in changed.pop("optim.py") if not re.match(r"[+-] (__all__| {11}')", line)]  # the list of names changes, too
+    added = {
+        "formats.py": [LINE],
+        "storage.py": [line_of("grid_toward_zero"), STORAGE],
+        "catalogue.py": [line_of("sign_sgd"), RULE],
+    }
+    # the list of names changes, too
+    ours = [
+        line for line in changed.pop("optim.py") if not re.match(r"[+-] (__all__| {11}')", line)
+    ]
     assert ours == ["+ " + line for line in class_of_the_page()]
     assert changed == {name: ["+ " + line for line in lines] for name, lines in added.items()}
 
@@ -133,12 +159,19 @@ def test_the_format_works_everywhere(tree):
 
 
 def test_the_command_line_knows_it(tree):
-    shown = run(tree, "-c", "from altgrad.cli import main; raise SystemExit(main(['formats', 'a_new_format']))")
+    shown = run(
+        tree, "-c",
+        "from altgrad.cli import main; raise SystemExit(main(['formats', 'a_new_format']))",
+    )
     assert "E4M3b9fn" in shown and "112" in shown
 
 
 def test_the_notebook_of_the_formats_still_passes(tree):
-    run(tree, "-c", "from nbdev.test import nbdev_test; nbdev_test.__wrapped__(path='nbs/numbers/00_formats.ipynb', n_workers=0)")
+    run(
+        tree, "-c",
+        "from nbdev.test import nbdev_test; "
+        "nbdev_test.__wrapped__(path='nbs/numbers/00_formats.ipynb', n_workers=0)",
+    )
 
 
 def test_the_rule_and_the_storage_go_through_trainer_sweeps_both_engines_and_the_study(tree):
@@ -152,11 +185,14 @@ def test_the_update_rule_of_the_page_moves_every_weight_by_one_code():
     names = dict(vars(optim))
     exec("".join(class_of_the_page()), names)
     SignSGD = names["SignSGD"]
-    w = torch.nn.Parameter(make_grid_tensor(torch.linspace(0.3, 3.0, 64), "E4M3", "grid_nearest"))  # the largest has a code above it
+    # the largest has a code above it
+    w = torch.nn.Parameter(make_grid_tensor(torch.linspace(0.3, 3.0, 64), "E4M3", "grid_nearest"))
     before, w.grad = w.data.codes.long(), torch.where(torch.arange(64) % 2 == 0, 2.0, -1e-3)
     optimizer = SignSGD([w], "E4M3")
     optimizer.step()
-    up, down = before + 1, torch.where(before % 8 == 0, before - 2, before - 1)  # below a power of two the spacing is half as wide
+    # below a power of two the spacing is half as wide
+    up = before + 1
+    down = torch.where(before % 8 == 0, before - 2, before - 1)
     assert torch.equal(w.data.codes.long(), torch.where(w.grad > 0, down, up))
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -173,7 +209,10 @@ def with_line(monkeypatch, module, before: str, line: str):
     copy = ModuleType(module.__name__)
     copy.__package__ = module.__package__
     monkeypatch.setitem(sys.modules, module.__name__, copy)
-    exec(compile(source.replace(before, f"    {line},\n{before}"), module.__file__, "exec"), vars(copy))
+    exec(
+        compile(source.replace(before, f"    {line},\n{before}"), module.__file__, "exec"),
+        vars(copy),
+    )
     return copy
 
 
@@ -185,7 +224,9 @@ def test_the_metric_of_the_page_from_a_histogram_is_one_line(monkeypatch):
     counts = np.zeros(256)
     counts[[0, 56, 200]] = 1, 6, 5
     before = sums.histogram_metrics(counts, get_format("E4M3"))
-    mine = with_line(monkeypatch, metrics, '    Metric("dead_codes",', code_of('Metric("fullest_code"'))
+    mine = with_line(
+        monkeypatch, metrics, '    Metric("dead_codes",', code_of('Metric("fullest_code"')
+    )
     monkeypatch.setattr(sums, "FROM_CODES", mine.FROM_CODES)
     assert sums.histogram_metrics(counts, get_format("E4M3")) == {**before, "fullest_code": 0.5}
     assert "| `fullest_code` |" in mine.QUANTIZATION.table()
@@ -198,10 +239,14 @@ def test_the_metric_of_the_page_from_a_new_sum_is_two_lines(monkeypatch):
     from altgrad.watching import metrics, sums
 
     with_line(monkeypatch, metrics, '    Metric("kurtosis",', code_of('Metric("mean_magnitude"'))
-    mine = with_line(monkeypatch, sums, '    Sum("overflow",', code_of('Sum("magnitude"'))  # before all others: no position matters
+    # before all others: no position matters
+    mine = with_line(monkeypatch, sums, '    Sum("overflow",', code_of('Sum("magnitude"'))
     monkeypatch.setattr(mine.K, "CHUNK", 100)
     fmt, x = get_format("E4M3"), torch.linspace(-3, 3, 1001)
-    pieces = [mine.rounding_sums(part, part, torch.ones(()), fmt).numpy() for part in (x[:400], x[400:])]
+    pieces = [
+        mine.rounding_sums(part, part, torch.ones(()), fmt).numpy() for part in (x[:400], x[400:])
+    ]
     got = mine.rounding_metrics(mine.add_sums(np.stack(pieces))[None], np.ones(1), [fmt])
-    assert abs(got["mean_magnitude"].item() - x.double().abs().mean()) < 1001 * 2.0**-24 * 3  # sums of up to 1001 terms
+    # sums of up to 1001 terms
+    assert abs(got["mean_magnitude"].item() - x.double().abs().mean()) < 1001 * 2.0**-24 * 3
     assert got["amax"].item() == 3 and got["overflow_rate"].item() == 0

@@ -72,7 +72,8 @@ def laws(tmp_path_factory):
     return write_jsonl(tmp_path_factory.mktemp("laws") / "laws.jsonl", ROWS)
 
 
-# --- sources ---------------------------------------------------------------------------------------------------------
+# --- sources
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_stdlib_is_whole_and_reproducible(tmp_path):
@@ -84,14 +85,18 @@ def test_stdlib_is_whole_and_reproducible(tmp_path):
     assert facts == dict(name="stdlib", tokenizer="bytes", vocab_size=256, hash=a.hash, train_tokens=len(a.train),
                          val_tokens=len(a.val), python=platform.python_version())
     assert json.loads(json.dumps(facts)) == facts
-    assert names(a.folder) == ["corpus.json", "train.bin", "val.bin"] and a.folder.name == a.hash[:16]
+    assert names(a.folder) == ["corpus.json", "train.bin", "val.bin"]
+    assert a.folder.name == a.hash[:16]
     assert str(tmp_path) not in json.dumps(facts) + (a.folder / "corpus.json").read_text()
 
 
 def test_stdlib_leaves_out_packages_tests_and_machine_files(tmp_path):
     keep = ["os.py", "unittest/case.py", "json/decoder.py", "testing.py"]
-    drop = ["test/a.py", "json/tests/a.py", "idlelib/idle_test/a.py", "site-packages/p/a.py", "dist-packages/a.py",
-            "_sysconfigdata__linux.py", "sitecustomize.py", "config-3.11-x/python-config.py", "pydoc_data/topics.py", "os.txt"]
+    drop = [
+        "test/a.py", "json/tests/a.py", "idlelib/idle_test/a.py", "site-packages/p/a.py",
+        "dist-packages/a.py", "_sysconfigdata__linux.py", "sitecustomize.py",
+        "config-3.11-x/python-config.py", "pydoc_data/topics.py", "os.txt",
+    ]
     for name in keep + drop:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}")
@@ -104,15 +109,21 @@ def test_a_text_file_is_cut_at_its_last_tenth(tmp_path, cache):
     text = prose(0, 500)
     (tmp_path / "a.txt").write_text(text)
     corpus = load_corpus(f"path:{tmp_path}/a.txt", cache=cache)
-    assert corpus.train.tobytes().decode() + corpus.val.tobytes().decode() == text  # both decode: no character is cut
+    # both decode: no character is cut
+    assert corpus.train.tobytes().decode() + corpus.val.tobytes().decode() == text
     assert abs(len(corpus.val) - len(text.encode()) / 10) < 4
     assert "python" not in corpus.facts() and corpus.name == f"path:{tmp_path}/a.txt"
 
 
 def test_rows_give_the_same_corpus_from_jsonl_and_parquet(tmp_path, cache, laws):
     a = load_corpus(f"path:{laws}", cache=cache)
-    b = load_corpus(f"path:{write_parquet(tmp_path / 'x.parquet', text=ROWS, n=list(range(60)))}", cache=cache)
-    c = load_corpus(f"path:{write_parquet(tmp_path / 'y.parquet', text=[r.split(chr(10)) for r in ROWS])}", cache=cache)
+    b = load_corpus(
+        f"path:{write_parquet(tmp_path / 'x.parquet', text=ROWS, n=list(range(60)))}", cache=cache
+    )
+    c = load_corpus(
+        f"path:{write_parquet(tmp_path / 'y.parquet', text=[r.split(chr(10)) for r in ROWS])}",
+        cache=cache,
+    )
     assert a.hash == b.hash == c.hash and a.folder == b.folder
     assert sorted(documents(a.train) + documents(a.val)) == sorted(ROWS)
 
@@ -120,7 +131,14 @@ def test_rows_give_the_same_corpus_from_jsonl_and_parquet(tmp_path, cache, laws)
 def test_the_split_does_not_depend_on_row_order_or_on_other_rows(tmp_path, cache, laws):
     val = set(documents(load_corpus(f"path:{laws}", cache=cache).val))
     shuffled = [ROWS[i] for i in np.random.default_rng(1).permutation(60)]
-    assert set(documents(load_corpus(f"path:{write_jsonl(tmp_path / 'b.jsonl', shuffled)}", cache=cache).val)) == val
+    assert (
+        set(
+            documents(
+                load_corpus(f"path:{write_jsonl(tmp_path / 'b.jsonl', shuffled)}", cache=cache).val
+            )
+        )
+        == val
+    )
     more = ROWS + [prose(seed, 30) for seed in range(100, 140)]
     grown = load_corpus(f"path:{write_jsonl(tmp_path / 'c.jsonl', more)}", cache=cache)
     assert set(documents(grown.val)) & set(ROWS) == val
@@ -138,7 +156,8 @@ def test_two_documents_are_enough_and_one_goes_to_each_side(tmp_path, cache):
 def test_a_folder_is_the_same_wherever_it_lies(tmp_path, cache):
     for root in (tmp_path / "here", tmp_path / "there"):
         (root / "deep").mkdir(parents=True)
-        for i in range(12): (root / "deep" / f"{i}.{['txt', 'md', 'py'][i % 3]}").write_text(ROWS[i])
+        for i in range(12):
+            (root / "deep" / f"{i}.{['txt', 'md', 'py'][i % 3]}").write_text(ROWS[i])
         write_jsonl(root / "rows.JSONL", ROWS[12:20])
         write_parquet(root / "rows.parquet", text=ROWS[20:30])
         (root / "photo.jpg").write_bytes(b"\xff\xd8\0")
@@ -148,14 +167,19 @@ def test_a_folder_is_the_same_wherever_it_lies(tmp_path, cache):
     assert sorted(documents(a.train) + documents(a.val)) == sorted(ROWS[:30])
 
 
-# --- lex_glue --------------------------------------------------------------------------------------------------------
+# --- lex_glue
+# --------------------------------------------------------------------------------------------------------
 
-LEX = {"eurlex": lambda i: f"Article {i}. Whereas the Council", "ecthr_a": lambda i: [f"{i}. The case", "originated in"]}
+LEX = {
+    "eurlex": lambda i: f"Article {i}. Whereas the Council",
+    "ecthr_a": lambda i: [f"{i}. The case", "originated in"],
+}
 SIZES = {"train": (0, 20), "validation": (100, 105), "test": (200, 205)}
 
 
 def lex_glue(root, splits=SIZES):
-    "A local copy with the data set's schema: string or list of strings, and a list of class labels."
+    """A local copy with the data set's schema:
+    string or list of strings, and a list of class labels."""
     import datasets as ds
 
     readme = "---\nconfigs:\n"
@@ -163,9 +187,14 @@ def lex_glue(root, splits=SIZES):
         (root / name).mkdir(parents=True)
         readme += f"- config_name: {name}\n  data_files:\n"
         kind = ds.Value("string") if name == "eurlex" else ds.List(ds.Value("string"))
-        labels = ds.List(ds.ClassLabel(names=[str(i) for i in range(100 if name == "eurlex" else 10)]))
+        labels = ds.List(
+            ds.ClassLabel(names=[str(i) for i in range(100 if name == "eurlex" else 10)])
+        )
         for split, (start, end) in splits.items():
-            rows = {"text": [text(i) for i in range(start, end)], "labels": [[i % 10] for i in range(start, end)]}
+            rows = {
+                "text": [text(i) for i in range(start, end)],
+                "labels": [[i % 10] for i in range(start, end)],
+            }
             table = ds.Dataset.from_dict(rows, features=ds.Features(text=kind, labels=labels))
             table.to_parquet(root / name / f"{split}-00000-of-00001.parquet")
             readme += f"  - split: {split}\n    path: {name}/{split}-*\n"
@@ -197,12 +226,19 @@ def test_lex_glue_from_a_local_copy(tmp_path, cache, hub_home):
 
 def test_lex_glue_with_labels(tmp_path, cache, hub_home):
     root = lex_glue(tmp_path / "lex_glue")
-    for name, text in (("eurlex", LEX["eurlex"]), ("ecthr_a", lambda i: "\n".join(LEX["ecthr_a"](i)))):
+    for name, text in (
+        ("eurlex", LEX["eurlex"]),
+        ("ecthr_a", lambda i: "\n".join(LEX["ecthr_a"](i))),
+    ):
         corpus = load_labelled(f"lex_glue/{name}@{root}", cache=cache)
         assert sorted(corpus.labels) == [str(i) for i in range(10)]
         x, y = corpus.validation(64, 99)
-        assert [bytes(row.tolist()).rstrip(b"\0") for row in x] == [text(i).encode() for i in range(100, 105)]
-        assert [[corpus.labels[j] for j in row.nonzero()] for row in y] == [[str(i % 10)] for i in range(100, 105)]
+        assert [bytes(row.tolist()).rstrip(b"\0") for row in x] == [
+            text(i).encode() for i in range(100, 105)
+        ]
+        assert [[corpus.labels[j] for j in row.nonzero()] for row in y] == [
+            [str(i % 10)] for i in range(100, 105)
+        ]
 
 
 def test_labels_from_parquet_and_by_hash(tmp_path, cache):
@@ -210,7 +246,9 @@ def test_labels_from_parquet_and_by_hash(tmp_path, cache):
     rows = [{"text": text, "labels": names} for text, names in zip(ROWS, labels)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     write_parquet(tmp_path / "y.parquet", text=ROWS, labels=labels)
-    one, two = (load_labelled(f"path:{tmp_path}/{name}", cache=cache) for name in ("x.jsonl", "y.parquet"))
+    one, two = (
+        load_labelled(f"path:{tmp_path}/{name}", cache=cache) for name in ("x.jsonl", "y.parquet")
+    )
     assert one.hash == two.hash and one.labels == two.labels
     plain = load_corpus(f"path:{tmp_path}/x.jsonl", cache=cache)
     assert one.folder == plain.folder and one.train.tobytes() == plain.train.tobytes()
@@ -218,14 +256,19 @@ def test_labels_from_parquet_and_by_hash(tmp_path, cache):
 
 
 def test_a_split_that_is_no_text_is_refused(tmp_path, cache):
-    (tmp_path / "x.jsonl").write_text(json.dumps({"text": "a", "labels": ["x"], "split": []}) + "\n")
+    (tmp_path / "x.jsonl").write_text(
+        json.dumps({"text": "a", "labels": ["x"], "split": []}) + "\n"
+    )
     refused("of split []; allowed: train", load_labelled, f"path:{tmp_path}/x.jsonl", cache=cache)
 
 
 def test_lex_glue_copies_that_are_not(tmp_path, cache, hub_home):
     refused("no such folder", load_corpus, f"lex_glue/eurlex@{tmp_path}/none", cache=cache)
     (tmp_path / "empty").mkdir()
-    refused("cannot load lex_glue/eurlex: ", load_corpus, f"lex_glue/eurlex@{tmp_path}/empty", cache=cache)
+    refused(
+        "cannot load lex_glue/eurlex: ", load_corpus, f"lex_glue/eurlex@{tmp_path}/empty",
+        cache=cache,
+    )
     root = lex_glue(tmp_path / "trainonly", {"train": (0, 20)})
     assert "@<folder" in refused("validation", load_corpus, f"lex_glue/eurlex@{root}", cache=cache)
     assert names(cache) == []
@@ -244,22 +287,34 @@ print(corpus.hash)
 
 
 def without_hub(home, cache, **more):
-    clean = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not k.startswith("HF_")}
+    clean = {
+        k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not k.startswith("HF_")
+    }
     env = clean | {"HF_HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:9"} | more
-    return subprocess.run([sys.executable, "-c", NO_HUB, str(cache)], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", NO_HUB, str(cache)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_an_unreachable_hub_is_one_line_and_fast(tmp_path, cache):
     done = without_hub(tmp_path / "home", cache)
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert float(done.stdout) < 4  # seconds: the Hub has 3 to answer; loading packages, which is slow where a machine is busy, is not in them
+    # seconds: the Hub has 3 to answer; loading packages, which is slow where a machine is busy, is
+    # not in them
+    assert float(done.stdout) < 4
     assert "does not answer" in done.stderr and "lex_glue/eurlex@<folder" in done.stderr
     assert not cache.exists()
 
 
 def test_without_a_hub_its_cache_is_used(tmp_path, cache, hub_home):
     local = load_corpus(f"lex_glue/eurlex@{lex_glue(tmp_path / 'lex_glue')}", cache=cache)
-    made = next(p for p in (hub_home / "datasets" / "lex_glue" / "eurlex").rglob("lex_glue-train.arrow")).parent
+    made = next(
+        p for p in (hub_home / "datasets" / "lex_glue" / "eurlex").rglob("lex_glue-train.arrow")
+    ).parent
     home = tmp_path / "home" / "datasets" / "coastalcph___lex_glue" / "eurlex" / "0.0.0"
     home.mkdir(parents=True)
     made.rename(home / ("0" * 40))  # where a download from the Hub would lie
@@ -294,7 +349,8 @@ def test_the_knock_does_not_wait_for_a_slow_name_lookup(monkeypatch):
     assert not D._reachable("slow.example", 443, timeout=0.1) and time.monotonic() - start < 0.8
 
 
-# --- vocabularies ----------------------------------------------------------------------------------------------------
+# --- vocabularies
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slices", [2**18, 64])
@@ -304,14 +360,19 @@ def test_bpe_reads_back_exactly(tmp_path, cache, laws, slices, monkeypatch):
     monkeypatch.setattr(D._slices, "__defaults__", (slices,))
     raw = load_corpus(f"path:{laws}", cache=cache)
     bpe = load_corpus(f"path:{laws}", "bpe-330", cache=cache)
-    assert bpe.folder == raw.folder / "bpe-330" and bpe.hash == raw.hash and bpe.train.dtype == np.uint16
-    assert bpe.vocab_size == 330 and names(bpe.folder) == ["corpus.json", "tokenizer.json", "train.bin", "val.bin"]
+    assert bpe.folder == raw.folder / "bpe-330"
+    assert bpe.hash == raw.hash
+    assert bpe.train.dtype == np.uint16
+    assert bpe.vocab_size == 330
+    assert names(bpe.folder) == ["corpus.json", "tokenizer.json", "train.bin", "val.bin"]
     tokenizer = Tokenizer.from_file(str(bpe.folder / "tokenizer.json"))
     for theirs, ours in ((bpe.train, raw.train), (bpe.val, raw.val)):
         assert tokenizer.decode(theirs.tolist()).encode() == ours.tobytes()
         assert len(theirs) < len(ours) and int(theirs.max()) < 330
     nul = tokenizer.encode("\0").ids
-    assert len(nul) == 1 and (bpe.train == nul[0]).sum() == (raw.train == 0).sum()  # no token reaches across documents
+    # no token reaches across documents
+    assert len(nul) == 1
+    assert (bpe.train == nul[0]).sum() == (raw.train == 0).sum()
 
 
 def test_bpe_is_deterministic(tmp_path, laws):
@@ -333,13 +394,16 @@ def test_bpe_writes_what_training_never_saw(tmp_path, cache):
 def test_slices_join_to_the_split():
     rng = np.random.default_rng(0)
     for size in (4, 5, 7, 16, 1000):
-        text = "\0".join("".join(rng.choice(list("a\n ßЖ條🙂"), rng.integers(1, 40))) for _ in range(20))
+        text = "\0".join(
+            "".join(rng.choice(list("a\n ßЖ條🙂"), rng.integers(1, 40))) for _ in range(20)
+        )
         slices = list(D._slices(np.frombuffer(text.encode(), np.uint8), size))
         assert "".join(slices) == text and max(len(s.encode()) for s in slices) <= size
         assert all("\0" not in s or s == "\0" for s in slices)
 
 
-# --- the cache -------------------------------------------------------------------------------------------------------
+# --- the cache
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_an_interruption_leaves_nothing(tmp_path, cache, laws, monkeypatch):
@@ -358,10 +422,14 @@ def test_an_interruption_leaves_nothing(tmp_path, cache, laws, monkeypatch):
     monkeypatch.setattr(D, "_encode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt): load_corpus(f"path:{laws}", "bpe-300", cache=cache)
     folder = load_corpus(f"path:{laws}", cache=cache).folder
-    assert names(cache / "corpora") == [folder.name] and names(folder) == ["corpus.json", "train.bin", "val.bin"]
+    assert names(cache / "corpora") == [folder.name]
+    assert names(folder) == ["corpus.json", "train.bin", "val.bin"]
 
 
-KILLED = "import os, sys, altgrad.training.data as D; D._publish = lambda *_: os._exit(9); D.load_corpus(sys.argv[1], cache=sys.argv[2])"
+KILLED = (
+    "import os, sys, altgrad.training.data as D; D._publish = lambda *_: os._exit(9); "
+    "D.load_corpus(sys.argv[1], cache=sys.argv[2])"
+)
 PREPARE = """
 import sys, time, altgrad.training.data as D
 while time.time() < float(sys.argv[4]): time.sleep(0.001)
@@ -375,7 +443,8 @@ def test_a_killed_process_leaves_no_corpus(cache, laws):
     left = names(cache / "corpora")
     assert done.returncode == 9 and len(left) == 1 and left[0].startswith(".tmp-")
     corpus = load_corpus(f"path:{laws}", cache=cache)
-    assert len(corpus.train) > 1000 and names(cache / "corpora") == sorted([left[0], corpus.folder.name])
+    assert len(corpus.train) > 1000
+    assert names(cache / "corpora") == sorted([left[0], corpus.folder.name])
     os.utime(cache / "corpora" / left[0], (0, 0))
     D._sweep(cache / "corpora")
     assert names(cache / "corpora") == [corpus.folder.name]
@@ -384,7 +453,10 @@ def test_a_killed_process_leaves_no_corpus(cache, laws):
 def test_two_processes_prepare_the_same_corpus(cache, laws):
     start = time.time() + 4
     argv = [sys.executable, "-c", PREPARE, f"path:{laws}", "bpe-330", str(cache), str(start)]
-    both = [subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     told = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], told
     assert told[0][0] == told[1][0]
@@ -403,7 +475,8 @@ def test_who_comes_second_keeps_the_first_ones_work(cache, laws, monkeypatch):
 
     monkeypatch.setattr(D, "_publish", late)
     corpus = load_corpus(f"path:{laws}", cache=cache)
-    assert names(cache / "corpora") == [corpus.folder.name] and (corpus.folder / "corpus.json").read_text().endswith("\n\n")
+    assert names(cache / "corpora") == [corpus.folder.name]
+    assert (corpus.folder / "corpus.json").read_text().endswith("\n\n")
 
 
 def test_a_prepared_corpus_is_only_read(cache, laws, monkeypatch):
@@ -423,9 +496,14 @@ def test_a_changed_text_is_another_corpus(tmp_path, cache):
 
 
 def test_a_damaged_corpus_is_named(cache, laws):
-    for damage in (lambda f: (f / "val.bin").write_bytes(b"short"), lambda f: (f / "val.bin").write_bytes(b""),
-                   lambda f: (f / "train.bin").unlink(), lambda f: (f / "corpus.json").write_text("{"),
-                   lambda f: (f / "corpus.json").write_text("[]"), lambda f: (f / "corpus.json").write_text("[" * 100_000)):
+    for damage in (
+        lambda f: (f / "val.bin").write_bytes(b"short"),
+        lambda f: (f / "val.bin").write_bytes(b""),
+        lambda f: (f / "train.bin").unlink(),
+        lambda f: (f / "corpus.json").write_text("{"),
+        lambda f: (f / "corpus.json").write_text("[]"),
+        lambda f: (f / "corpus.json").write_text("[" * 100_000),
+    ):
         folder = load_corpus(f"path:{laws}", cache=cache).folder
         damage(folder)
         refused("is damaged; delete that folder", load_corpus, f"path:{laws}", cache=cache)
@@ -435,7 +513,10 @@ def test_a_damaged_corpus_is_named(cache, laws):
 def test_the_cache_folder_is_chosen(tmp_path, laws, monkeypatch):
     monkeypatch.setenv("ALTGRAD_CACHE", str(tmp_path / "env"))
     assert load_corpus(f"path:{laws}").folder.parent == tmp_path / "env" / "corpora"
-    assert load_corpus(f"path:{laws}", cache=str(tmp_path / "arg")).folder.parent == tmp_path / "arg" / "corpora"
+    assert (
+        load_corpus(f"path:{laws}", cache=str(tmp_path / "arg")).folder.parent
+        == tmp_path / "arg" / "corpora"
+    )
     monkeypatch.setenv("ALTGRAD_CACHE", "")
     monkeypatch.setattr(D.platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
     assert load_corpus(f"path:{laws}").folder.parent == tmp_path / "altgrad" / "corpora"
@@ -443,15 +524,20 @@ def test_the_cache_folder_is_chosen(tmp_path, laws, monkeypatch):
 
 def test_an_unwritable_cache(tmp_path, laws, monkeypatch):
     (tmp_path / "file").write_text("")
-    refused("cannot write to the cache folder", load_corpus, f"path:{laws}", cache=tmp_path / "file")
+    refused(
+        "cannot write to the cache folder", load_corpus, f"path:{laws}", cache=tmp_path / "file"
+    )
 
     def full(*_): raise OSError(28, "No space left on device")
     monkeypatch.setattr(D, "_publish", full)
-    assert "ALTGRAD_CACHE" in refused("No space left on device", load_corpus, f"path:{laws}", cache=tmp_path / "full")
+    assert "ALTGRAD_CACHE" in refused(
+        "No space left on device", load_corpus, f"path:{laws}", cache=tmp_path / "full"
+    )
     assert names(tmp_path / "full" / "corpora") == []
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- bad input
+# -------------------------------------------------------------------------------------------------------
 
 BAD_FILES = {
     "empty.txt": (b"", "is empty"),
@@ -482,20 +568,34 @@ def test_bad_files(tmp_path, cache, name):
 
 
 def test_bad_parquet(tmp_path, cache):
-    for columns, words in ((dict(body=["a"]), "has no column 'text', only: body"), (dict(text=["a", None]), "row 2: 'text' is a NoneType"),
-                           (dict(text=[1, 2]), "row 1: 'text' is a int"), (dict(text=["a", "b\0"]), "row 2 is binary")):
-        refused(words, load_corpus, f"path:{write_parquet(tmp_path / 'x.parquet', **columns)}", cache=cache)
+    for columns, words in (
+        (dict(body=["a"]), "has no column 'text', only: body"),
+        (dict(text=["a", None]), "row 2: 'text' is a NoneType"),
+        (dict(text=[1, 2]), "row 1: 'text' is a int"),
+        (dict(text=["a", "b\0"]), "row 2 is binary"),
+    ):
+        refused(
+            words, load_corpus, f"path:{write_parquet(tmp_path / 'x.parquet', **columns)}",
+            cache=cache,
+        )
 
 
 def test_bad_names(tmp_path, cache):
-    allowed = refused("unknown corpus 'stdlb' (did you mean stdlib?)", load_corpus, "stdlb", cache=cache)
+    allowed = refused(
+        "unknown corpus 'stdlb' (did you mean stdlib?)", load_corpus, "stdlb", cache=cache
+    )
     assert "path:<file or folder>" in allowed and "lex_glue/eurlex@<folder>" in allowed
-    for bad in ("", "path", "path:", "lex_glue", "lex_glue/scotus", "lex_glue/eurlex@", "lex_glue/eurlex:x", None, 5):
+    for bad in (
+        "", "path", "path:", "lex_glue", "lex_glue/scotus", "lex_glue/eurlex@", "lex_glue/eurlex:x",
+        None, 5,
+    ):
         refused("unknown corpus", load_corpus, bad, cache=cache)
     refused("no such file or folder", load_corpus, f"path:{tmp_path}/none.txt", cache=cache)
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(b"\0")
-    assert ".jsonl" in refused("holds no text", load_corpus, f"path:{tmp_path}/pictures", cache=cache)
+    assert ".jsonl" in refused(
+        "holds no text", load_corpus, f"path:{tmp_path}/pictures", cache=cache
+    )
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe")
         refused("neither a file nor a folder", load_corpus, f"path:{tmp_path}/pipe", cache=cache)
@@ -504,9 +604,17 @@ def test_bad_names(tmp_path, cache):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("tokenizer", ["bpe", "byte", "", "bpe-", "bpe-x", "bpe-256", "bpe-65536", "bpe-0512", "bpe-1e3", "BPE-512", "bpe-٣٠٠", None, 512])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        "bpe", "byte", "", "bpe-", "bpe-x", "bpe-256", "bpe-65536", "bpe-0512", "bpe-1e3",
+        "BPE-512", "bpe-٣٠٠", None, 512,
+    ],
+)
 def test_bad_tokenizers(cache, tokenizer):
-    assert "bpe-<257 to 65535>" in refused("tokenizer", load_corpus, "stdlib", tokenizer, cache=cache)
+    assert "bpe-<257 to 65535>" in refused(
+        "tokenizer", load_corpus, "stdlib", tokenizer, cache=cache
+    )
     assert not cache.exists()
 
 
@@ -514,23 +622,31 @@ def test_require(tmp_path, cache):
     (tmp_path / "a.txt").write_text("x" * 100)
     corpus = load_corpus(f"path:{tmp_path}/a.txt", cache=cache)
     corpus.require(9)
-    refused("too short: 10 validation tokens with tokenizer bytes; allowed: at least 11", corpus.require, 10)
+    refused(
+        "too short: 10 validation tokens with tokenizer bytes; allowed: at least 11",
+        corpus.require, 10,
+    )
     refused("90 train tokens", corpus.require, 90)
     assert repr(corpus).startswith("Corpus(name='path:") and "memmap" not in repr(corpus)
     assert isinstance(corpus, Corpus) and len({corpus, corpus}) == 1
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
+# --- batches
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_batches_are_slices_of_the_text(cache, laws):
     train = load_corpus(f"path:{laws}", cache=cache).train
     for step in range(20):
         x, y = get_batch(train, 5, 33, seed=3, step=step, micro_step=step % 2)
-        assert x.shape == y.shape == (5, 33) and x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
+        assert x.shape == y.shape == (5, 33)
+        assert x.dtype == y.dtype == torch.int64
+        assert x.is_contiguous()
+        assert y.is_contiguous()
         starts = D.random_offsets(5, len(train) - 33, 3, step, step % 2)
         for row, start in enumerate(starts.tolist()):
-            assert x[row].tolist() == train[start : start + 33].tolist() and y[row].tolist() == train[start + 1 : start + 34].tolist()
+            assert x[row].tolist() == train[start : start + 33].tolist()
+            assert y[row].tolist() == train[start + 1 : start + 34].tolist()
 
 
 def test_a_batch_depends_on_seed_step_and_micro_step_only():
@@ -547,7 +663,8 @@ def test_a_batch_depends_on_seed_step_and_micro_step_only():
 
 def test_offsets_are_pinned():
     "Stored results name a seed; these numbers may never change."
-    assert D.random_offsets(4, 1000, 0, 0).tolist() == PINNED[0] and D.random_offsets(4, 1000, 7, 3, 1).tolist() == PINNED[1]
+    assert D.random_offsets(4, 1000, 0, 0).tolist() == PINNED[0]
+    assert D.random_offsets(4, 1000, 7, 3, 1).tolist() == PINNED[1]
 
 
 PINNED = ([259, 458, 49, 556], [806, 592, 300, 849])
@@ -561,7 +678,13 @@ def test_batches_reach_both_ends_and_refuse_a_short_text():
 
 
 def test_validation_windows():
-    for length, block, windows in [(101, 10, 5), (1000, 7, 50), (12, 11, 3), (50, 10, 99), (2_000_003, 256, 64)]:
+    for length, block, windows in [
+        (101, 10, 5),
+        (1000, 7, 50),
+        (12, 11, 3),
+        (50, 10, 99),
+        (2_000_003, 256, 64),
+    ]:
         x, y = validation_windows(np.arange(length), block, windows)
         assert len(x) == min(windows, (length - 1) // block) and torch.equal(x + 1, y)
         assert len(y.unique()) == y.numel() and int(x[0, 0]) == 0
@@ -573,7 +696,8 @@ def test_validation_windows():
     refused("allowed: 1 or more", validation_windows, np.arange(100), 10, 0)
 
 
-# --- entropies -------------------------------------------------------------------------------------------------------
+# --- entropies
+# -------------------------------------------------------------------------------------------------------
 
 
 def slow_unigram(tokens):
@@ -588,16 +712,22 @@ def slow_bigram(tokens):
 @pytest.mark.parametrize("vocab, dtype", [(2, np.uint8), (256, np.uint8), (65535, np.uint16), (65536, np.int64)])
 def test_entropies_against_counting(vocab, dtype):
     tokens = (np.random.default_rng(vocab).random(3000) ** 3 * vocab).astype(dtype)
-    assert unigram_entropy(tokens) == pytest.approx(slow_unigram(tokens.tolist()), abs=8 * len(tokens) * 2.0**-53)
-    assert bigram_entropy(tokens) == pytest.approx(slow_bigram(tokens.tolist()), abs=16 * len(tokens) * 2.0**-53)
+    assert unigram_entropy(tokens) == pytest.approx(
+        slow_unigram(tokens.tolist()), abs=8 * len(tokens) * 2.0**-53
+    )
+    assert bigram_entropy(tokens) == pytest.approx(
+        slow_bigram(tokens.tolist()), abs=16 * len(tokens) * 2.0**-53
+    )
 
 
 def test_entropies_in_closed_form():
     for k in (2, 10, 256):
         cycle = np.tile(np.arange(k, dtype=np.uint16), 50)
         assert unigram_entropy(cycle) == pytest.approx(math.log(k)) and bigram_entropy(cycle) == 0
-    assert unigram_entropy(np.zeros(5, np.uint8)) == 0 and bigram_entropy(np.zeros(5, np.uint8)) == 0
-    order_two = np.array([0, 0, 1, 1] * 1000 + [0], np.uint8)  # every pair equally often: one token of context does not help
+    assert unigram_entropy(np.zeros(5, np.uint8)) == 0
+    assert bigram_entropy(np.zeros(5, np.uint8)) == 0
+    # every pair equally often: one token of context does not help
+    order_two = np.array([0, 0, 1, 1] * 1000 + [0], np.uint8)
     assert bigram_entropy(order_two) == pytest.approx(math.log(2))
 
 
@@ -606,8 +736,13 @@ def test_entropies_of_a_markov_chain():
     stationary = np.linalg.matrix_power(p, 200)[0]
     u, edges, state = np.random.default_rng(0).random(400_000), p.cumsum(1).tolist(), 0
     chain = [state := sum(x > e for e in edges[state][:2]) for x in u.tolist()]
-    assert unigram_entropy(np.array(chain, np.uint8)) == pytest.approx(-(stationary * np.log(stationary)).sum(), abs=2 / len(chain) ** 0.5)  # sampling error
-    assert bigram_entropy(np.array(chain, np.uint8)) == pytest.approx(-(stationary[:, None] * p * np.log(p)).sum(), abs=2 / len(chain) ** 0.5)
+    # sampling error
+    assert unigram_entropy(np.array(chain, np.uint8)) == pytest.approx(
+        -(stationary * np.log(stationary)).sum(), abs=2 / len(chain) ** 0.5
+    )
+    assert bigram_entropy(np.array(chain, np.uint8)) == pytest.approx(
+        -(stationary[:, None] * p * np.log(p)).sum(), abs=2 / len(chain) ** 0.5
+    )
 
 
 def test_entropies_of_too_little():

@@ -1,8 +1,12 @@
-"""One run in two processes, started by the real torchrun, against the same run in one: same batches, same scales, same codes, same losses.
+"""One run in two processes, started by the real torchrun, against the same run in one: same
+batches, same scales, same codes, same losses.
 
-Batches and chance are functions of seed, step and place, so the two runs differ only in the order in which floats are added. In the first step that moves a
-number by 1e-7 of itself. Later a value falls on the other side of a rounding boundary, by a whole code, and the runs part slowly: by 4e-5 of the loss after
-five steps where it was measured. What must be equal exactly is compared on parts of tensors that are the same to the bit, in the last test.
+Batches and chance are functions of seed, step and place, so the two runs differ only in the order
+in which floats are added. In the first step that moves a
+number by 1e-7 of itself. Later a value falls on the other side of a rounding boundary, by a whole
+code, and the runs part slowly: by 4e-5 of the loss after
+five steps where it was measured. What must be equal exactly is compared on parts of tensors that
+are the same to the bit, in the last test.
 """
 import json
 import os
@@ -16,9 +20,16 @@ from altgrad.watching.series import read_histograms, read_series
 from altgrad.training.tracking import RunFolder
 from old import OLD_TORCH
 
-FIRST, LATER = 32 * 2.0**-24, 2e-3  # relative: sums in another order; after a value was rounded the other way, by 2^-4 of itself, of which a loss sees a part
-CONFIG = dict(max_steps=6, batch_size=4, block_size=32, warmup_steps=2, eval_every=3, eval_windows=8, checkpoint_every=2, compute_dtype="float32", device="cpu",
-              activation="E4M3 delayed", gradient="E5M2 stochastic delayed", weight_gradient="E5M2", residual_clamp=4.0, monitor_every=1, shadow_every=3)
+# relative: sums in another order; after a value was rounded the other way, by 2^-4 of itself, of
+# which a loss sees a part
+FIRST = 32 * 2.0**-24
+LATER = 2e-3
+CONFIG = dict(
+    max_steps=6, batch_size=4, block_size=32, warmup_steps=2, eval_every=3, eval_windows=8,
+    checkpoint_every=2, compute_dtype="float32", device="cpu", activation="E4M3 delayed",
+    gradient="E5M2 stochastic delayed", weight_gradient="E5M2", residual_clamp=4.0, monitor_every=1,
+    shadow_every=3,
+)
 LIFE = """
 import atexit, os, signal, sys
 import altgrad.model.parallel as P
@@ -54,14 +65,35 @@ def place(tmp_path_factory):
 def start(place, processes: int, *args: str, **env):
     "A program in so many processes: its exit code, and what it said."
     folder, base = place
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else [sys.executable]
-    return subprocess.run([*torchrun, *args], cwd=folder, env={**base, **env}, capture_output=True, text=True, timeout=300)
+    torchrun = (
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+            str(processes),
+        ]
+        if processes > 1
+        else [sys.executable]
+    )
+    return subprocess.run(
+        [*torchrun, *args],
+        cwd=folder,
+        env={**base, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def train(place, name: str, processes: int, more=(), **env):
     "`altgrad train`, and the folder of the run."
-    settings = [arg for key, value in {**CONFIG, "data": "path:text.txt", "name": name, **dict(more)}.items() for arg in ("--set", f"{key}={value}")]
-    return start(place, processes, "life.py", "train", "e4m3_fp8", *settings, "--out", "runs", "--wandb", "off", **env), RunFolder(place[0] / "runs" / name)
+    settings = [
+        arg
+        for key, value in {**CONFIG, "data": "path:text.txt", "name": name, **dict(more)}.items()
+        for arg in ("--set", f"{key}={value}")
+    ]
+    return start(
+        place, processes, "life.py", "train", "e4m3_fp8", *settings, "--out", "runs", "--wandb",
+        "off", **env,
+    ), RunFolder(place[0] / "runs" / name)
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +107,17 @@ def two(place): return train(place, "two", 2)
 def close(a, b) -> None:
     "Two columns of numbers, one a step."
     for steps, tolerance in ((slice(0, 1), FIRST), (slice(1, None), LATER)):
-        torch.testing.assert_close(torch.tensor(a[steps], dtype=torch.float64), torch.tensor(b[steps], dtype=torch.float64), rtol=tolerance, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(a[steps], dtype=torch.float64),
+            torch.tensor(b[steps], dtype=torch.float64), rtol=tolerance, atol=0,
+        )
 
 
 def points(run: RunFolder) -> dict:
     "What the points remember at the end."
-    return torch.load(run.checkpoints.folder / run.checkpoints.entries()[-1]["file"], weights_only=True)["points"]
+    return torch.load(
+        run.checkpoints.folder / run.checkpoints.entries()[-1]["file"], weights_only=True
+    )["points"]
 
 
 def test_losses_and_gradients_are_those_of_one_process(one, two):
@@ -88,26 +125,50 @@ def test_losses_and_gradients_are_those_of_one_process(one, two):
     a, b = one[1].metrics(), two[1].metrics()
     close([r["loss"] for r in a], [r["loss"] for r in b])
     assert b[0]["grad_norm"] == pytest.approx(a[0]["grad_norm"], rel=FIRST)
-    assert [r["val_loss"] for r in b if "val_loss" in r] == pytest.approx([r["val_loss"] for r in a if "val_loss" in r], rel=LATER)
+    assert [r["val_loss"] for r in b if "val_loss" in r] == pytest.approx(
+        [r["val_loss"] for r in a if "val_loss" in r], rel=LATER
+    )
     assert one[1].record()["processes"] == 1 and two[1].record()["processes"] == 2
 
 
 def test_labels_are_scored_over_both_processes(place):
-    rows = [{"text": f"{i} " + "abc"[i % 3] * 20, "labels": ["abc"[i % 3]], "split": "val" if i < 8 else "train"} for i in range(60)]
+    rows = [
+        {
+            "text": f"{i} " + "abc"[i % 3] * 20,
+            "labels": ["abc"[i % 3]],
+            "split": "val" if i < 8 else "train",
+        }
+        for i in range(60)
+    ]
     (place[0] / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    more = {"task": "multilabel", "data": "path:rows.jsonl", "activation": "null", "gradient": "null"}
-    a, b = ([{key: value for key, value in row.items() if key.startswith("val_")} for row in run.metrics() if "val_loss" in row]
-            for _, run in (train(place, f"labels-{n}", n, more) for n in (1, 2)))
-    assert len(a) == len(b) == 2 and set(a[0]) == {f"val_{key}" for key in ("loss", "perplexity", "micro_f1", "macro_f1", "roc_auc", "pr_auc")}
+    more = {
+        "task": "multilabel", "data": "path:rows.jsonl", "activation": "null", "gradient": "null"
+    }
+    a, b = (
+        [
+            {key: value for key, value in row.items() if key.startswith("val_")}
+            for row in run.metrics()
+            if "val_loss" in row
+        ]
+        for _, run in (train(place, f"labels-{n}", n, more) for n in (1, 2))
+    )
+    assert len(a) == len(b) == 2
+    assert set(a[0]) == {
+        f"val_{key}" for key in ("loss", "perplexity", "micro_f1", "macro_f1", "roc_auc", "pr_auc")
+    }
     for one, two in zip(a, b): assert two == pytest.approx(one, rel=LATER)
 
 
 def test_amaxes_are_those_of_one_process(one, two):
     a, b = points(one[1]), points(two[1])
-    assert a.keys() == b.keys() and {k.rpartition("/")[2] for k in a} == {"weight", "activation", "gradient", "weight_gradient"}
+    assert a.keys() == b.keys()
+    assert {k.rpartition("/")[2] for k in a} == {
+        "weight", "activation", "gradient", "weight_gradient"
+    }
     for key in a:
         assert a[key]["calls"] == b[key]["calls"], key
-        if "memory" in a[key]: close(*(state[key]["memory"][-CONFIG["max_steps"]:].tolist()[:1] for state in (a, b)))
+        if "memory" in a[key]:
+            close(*(state[key]["memory"][-CONFIG["max_steps"] :].tolist()[:1] for state in (a, b)))
 
 
 def test_codes_are_counted_over_both_processes(one, two):
@@ -115,36 +176,45 @@ def test_codes_are_counted_over_both_processes(one, two):
     assert a.keys() == b.keys() and any("/gradient/" in path for path in a)
     for path in a:
         assert (a[path][1].sum(1) == b[path][1].sum(1)).all(), path
-        assert abs(a[path][1][0] - b[path][1][0]).sum() <= 1e-3 * a[path][1][0].sum(), path  # values at the edge of two codes
+        # values at the edge of two codes
+        assert abs(a[path][1][0] - b[path][1][0]).sum() <= 1e-3 * a[path][1][0].sum(), path
     a, b = (read_series(run.path / "series") for _, run in (one, two))
     assert a.keys() == b.keys()
     for path in a:
         # as above: some values lie at the edge of two codes
-        if path.endswith(("/amax", "/sqnr_db", "/l2", "/entropy", "/cosine")): assert b[path][1][0] == pytest.approx(a[path][1][0], rel=1e-4, abs=1e-6), path
+        if path.endswith(("/amax", "/sqnr_db", "/l2", "/entropy", "/cosine")):
+            assert b[path][1][0] == pytest.approx(a[path][1][0], rel=1e-4, abs=1e-6), path
 
 
 def test_one_process_writes_and_speaks(two):
     done, run = two
     text = run.metrics_file.read_text()
-    assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(1, CONFIG["max_steps"] + 1))
-    assert done.stdout.count("finished: validation loss") == 1 and done.stderr.count("step 6/6") == 1
+    assert [json.loads(line)["step"] for line in text.splitlines()] == list(
+        range(1, CONFIG["max_steps"] + 1)
+    )
+    assert done.stdout.count("finished: validation loss") == 1
+    assert done.stderr.count("step 6/6") == 1
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system does not list threads there")
 def test_no_thread_of_the_group_is_left_when_the_interpreter_ends(two):
     # such a thread aborted 1 run of some hundred, when it gave back the last tensor too late
-    assert two[0].stdout.splitlines().count("threads of the group: True at first, 0 at the end") == 2, two[0].stdout
+    assert (
+        two[0].stdout.splitlines().count("threads of the group: True at first, 0 at the end") == 2
+    ), two[0].stdout
 
 
 def test_a_killed_process_ends_the_other_and_one_alone_goes_on(place, one):
     done, run = train(place, "lost", 2, DIES="1 at 4")
     reason = run.record()["exit_reason"]
     assert done.returncode != 0 and run.record()["steps"] == 3
-    assert reason == "interrupted" or "has lost another one" in reason  # torchrun's signal, or the closed connection: whichever is first
+    # torchrun's signal, or the closed connection: whichever is first
+    assert reason == "interrupted" or "has lost another one" in reason
     assert "the same command goes on from the last checkpoint" in done.stderr
     done, run = train(place, "lost", 1)
     assert done.returncode == 0 and run.record()["processes"] == 1, done.stderr
-    assert run.record()["continued_from_step"] in (2, 3)  # step 3's checkpoint, as the best, was written whole before the end came, or not
+    # step 3's checkpoint, as the best, was written whole before the end came, or not
+    assert run.record()["continued_from_step"] in (2, 3)
     close([r["loss"] for r in run.metrics()], [r["loss"] for r in one[1].metrics()])
 
 
@@ -221,6 +291,12 @@ os.kill(pids[1], signal.SIGCONT)
 def test_parts_are_rounded_and_counted_as_the_whole_and_nobody_waits_for_ever(place):
     (place[0] / "parts.py").write_text(PARTS)
     done = start(place, 2, "parts.py", LOSES="no" if OLD_TORCH else "yes")
-    assert done.returncode == 0 and done.stdout.count("left: 0") == 2, done.stdout + done.stderr[-3000:]
-    if OLD_TORCH: pytest.skip("the parts are right; an old torch's gloo keeps the timeout that it began with, minutes here, so that no process was lost")
+    assert done.returncode == 0 and done.stdout.count("left: 0") == 2, (
+        done.stdout + done.stderr[-3000:]
+    )
+    if OLD_TORCH:
+        pytest.skip(
+            "the parts are right; an old torch's gloo keeps the timeout that it began with, "
+            "minutes here, so that no process was lost"
+        )
     assert "told: process 0 of 2 has lost another one" in done.stdout, done.stderr[-3000:]

@@ -1,4 +1,5 @@
-"""The web site: every notebook becomes a page, is in a menu, says what it is for, and has text for its figures. Works without Quarto, on a copy."""
+"""The web site: every notebook becomes a page, is in a menu, says what it is for, and has text for
+its figures. Works without Quarto, on a copy."""
 import json
 import os
 import re
@@ -13,8 +14,11 @@ import yaml
 from nbdev.doclinks import nbglob
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOKS = sorted(p.relative_to(ROOT / "nbs").as_posix() for p in nbglob(ROOT / "nbs", as_path=True))
-PAGES = [name for name in NOTEBOOKS if name != "studies/protocol.ipynb"]  # that one was committed before the runs and is not changed
+NOTEBOOKS = sorted(
+    p.relative_to(ROOT / "nbs").as_posix() for p in nbglob(ROOT / "nbs", as_path=True)
+)
+# that one was committed before the runs and is not changed
+PAGES = [name for name in NOTEBOOKS if name != "studies/protocol.ipynb"]
 PREPARE = """
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve import proc_nbs
@@ -32,7 +36,14 @@ def site(tmp_path_factory):
     shutil.copytree(ROOT / "altgrad", copy / "altgrad")
     for name in ["settings.ini", "_quarto.yml"]: shutil.copy(ROOT / name, copy)
     env = {**os.environ, "PYTHONPATH": str(copy)}
-    done = subprocess.run([sys.executable, "-c", PREPARE], cwd=copy, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE],
+        cwd=copy,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     return copy / "_proc", done.stdout + done.stderr
 
 
@@ -73,32 +84,51 @@ def test_every_notebook_is_in_one_sidebar():
 def cells(name: str, kind: str) -> list[dict]:
     "A notebook's cells of one kind, their source as one text."
     nb = json.loads((ROOT / "nbs" / name).read_text(encoding="utf-8"))
-    return [{**cell, "source": "".join(cell["source"])} for cell in nb["cells"] if cell["cell_type"] == kind]
+    return [
+        {**cell, "source": "".join(cell["source"])}
+        for cell in nb["cells"]
+        if cell["cell_type"] == kind
+    ]
 
 
 def test_each_room_of_the_navbar_has_its_sidebar():
     rooms = {entry["text"]: entry["href"] for entry in website()["navbar"]["left"]}
     assert list(rooms) == ["Start", "Learn", "Understand", "Evidence", "Reference", "Contribute"]
-    for sidebar in website()["sidebar"]: assert rooms[sidebar["title"]] == hrefs(sidebar["contents"])[0]  # a click opens the first page
+    # a click opens the first page
+    for sidebar in website()["sidebar"]:
+        assert rooms[sidebar["title"]] == hrefs(sidebar["contents"])[0]
     assert [sidebar["title"] for sidebar in website()["sidebar"]] == list(rooms)[1:-1]
 
 
 def test_the_reference_stands_on_the_floors():
     contents = website()["sidebar"][-1]["contents"]
-    sections = {entry["section"].lower(): entry["contents"] for entry in contents if isinstance(entry, dict)}
-    assert list(sections) == ["numbers", "geometry", "model", "watching", "training", "evidence", "views"]
-    assert all(pages == sorted(f"{folder}/{p.name}" for p in (ROOT / "nbs" / folder).glob("*.ipynb")) for folder, pages in sections.items())
+    sections = {
+        entry["section"].lower(): entry["contents"] for entry in contents if isinstance(entry, dict)
+    }
+    assert list(sections) == [
+        "numbers", "geometry", "model", "watching", "training", "evidence", "views"
+    ]
+    assert all(
+        pages == sorted(f"{folder}/{p.name}" for p in (ROOT / "nbs" / folder).glob("*.ipynb"))
+        for folder, pages in sections.items()
+    )
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_promise_is_one_line(name):
     nb = json.loads((ROOT / "nbs" / name).read_text(encoding="utf-8"))
     promise, _, links = "".join(nb["cells"][1]["source"]).rpartition("<small>")
-    assert links.startswith("[Colab]") and re.fullmatch(r"(After this page you (know|can|have) \S.{20,300}\.\n\n)?", promise), promise
+    assert links.startswith("[Colab]") and re.fullmatch(
+        r"(After this page you (know|can|have) \S.{20,300}\.\n\n)?", promise
+    ), promise
 
 
 def test_pages_can_be_opened_in_colab_and_binder():
-    done = subprocess.run([sys.executable, ROOT / ".ci/notebooks.py", "links", "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / ".ci/notebooks.py", "links", "--check"],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode: pytest.fail(done.stderr[-1000:], pytrace=False)
 
 
@@ -112,9 +142,14 @@ def alt_texts(source: str) -> list[str]:
 @pytest.mark.parametrize("name", PAGES)
 def test_figures_have_alt_text(name):
     for cell in cells(name, "code"):
-        figures = sum(any(kind.startswith("image/") for kind in output.get("data", {})) for output in cell["outputs"])
+        figures = sum(
+            any(kind.startswith("image/") for kind in output.get("data", {}))
+            for output in cell["outputs"]
+        )
         texts = alt_texts(cell["source"])
-        assert not figures or len(texts) == figures and all(len(text) >= 30 for text in texts), cell["source"][-200:]
+        assert not figures or len(texts) == figures and all(len(text) >= 30 for text in texts), (
+            cell["source"][-200:]
+        )
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -127,10 +162,20 @@ def test_images_in_text_have_alt_text(name):
 def test_links_within_the_site_lead_somewhere(name):
     here = (ROOT / "nbs" / name).parent
     texts = [cell["source"] for cell in cells(name, "markdown")]
-    shown = [output.get("data", {}).get("text/markdown", "") for cell in cells(name, "code") for output in cell["outputs"]]
+    shown = [
+        output.get("data", {}).get("text/markdown", "")
+        for cell in cells(name, "code")
+        for output in cell["outputs"]
+    ]
     texts += ["".join(text) for text in shown]
-    links = [link for text in texts for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"\$[^$]*\$|`[^`]*`", "", text))]
-    inside = [link.partition("#")[0] for link in links if not re.match(r"https?://|mailto:|#", link)]
+    links = [
+        link
+        for text in texts
+        for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"\$[^$]*\$|`[^`]*`", "", text))
+    ]
+    inside = [
+        link.partition("#")[0] for link in links if not re.match(r"https?://|mailto:|#", link)
+    ]
     assert [link for link in inside if not (here / link).exists()] == []
 
 
@@ -142,7 +187,11 @@ def test_maths_needs_nothing_from_the_web():
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_maths_is_in_the_latex_that_becomes_mathml(name):
     # pandoc does not know the old font switches
-    assert [cell["source"] for cell in cells(name, "markdown") if re.search(r"\\(rm|bf|it)\b", cell["source"])] == []
+    assert [
+        cell["source"]
+        for cell in cells(name, "markdown")
+        if re.search(r"\\(rm|bf|it)\b", cell["source"])
+    ] == []
 
 
 OFFLINE = runpy.run_path(str(ROOT / ".ci/offline.py"))
@@ -156,7 +205,9 @@ WIDGETS = """<head>
 
 
 def test_what_quarto_adds_for_widgets_is_removed_and_nothing_else():
-    assert OFFLINE["without_widgets"](WIDGETS).split() == ["<head>", "<script", 'src="site_libs/quarto-nav/quarto-nav.js"></script>', "</head>"]
+    assert OFFLINE["without_widgets"](WIDGETS).split() == [
+        "<head>", "<script", 'src="site_libs/quarto-nav/quarto-nav.js"></script>', "</head>"
+    ]
 
 
 @pytest.mark.parametrize("text, asks", [
@@ -170,9 +221,13 @@ def test_what_quarto_adds_for_widgets_is_removed_and_nothing_else():
 ])
 def test_a_page_that_asks_elsewhere_is_found(text, asks, tmp_path, capsys):
     (tmp_path / "page.html").write_text(text)
-    assert OFFLINE["main"](tmp_path) == asks and ("page.html asks for" in capsys.readouterr().err) == asks
+    assert OFFLINE["main"](tmp_path) == asks
+    assert ("page.html asks for" in capsys.readouterr().err) == asks
 
 
 def test_the_themes_ask_for_no_font():
-    theme = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["format"]["html"]["theme"]
-    assert all(names[-1] == "site.scss" for names in theme.values()) and "$web-font-path: false" in (ROOT / "nbs/site.scss").read_text()
+    theme = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["format"]["html"][
+        "theme"
+    ]
+    assert all(names[-1] == "site.scss" for names in theme.values())
+    assert "$web-font-path: false" in (ROOT / "nbs/site.scss").read_text()

@@ -1,4 +1,5 @@
-"""The central study's pages on ledgers that are not the stored one: empty, begun, complete, and with a known truth."""
+"""The central study's pages on ledgers that are not the stored one: empty, begun, complete, and
+with a known truth."""
 import json
 import math
 import subprocess
@@ -20,35 +21,76 @@ from altgrad.evidence.sweep import loss_of_row, plan, read_matrix
 
 STUDIES = Path(__file__).resolve().parent.parent / "nbs/studies"
 PAGES = ("the_answer", "failure_atlas", "dashboard")
-MATRICES, AMENDED = ([read_matrix(p.read_text()) for p in sorted(STUDIES.glob(f"matrices/{where}*.yaml"))] for where in ("", "amended/"))
+MATRICES, AMENDED = (
+    [read_matrix(p.read_text()) for p in sorted(STUDIES.glob(f"matrices/{where}*.yaml"))]
+    for where in ("", "amended/")
+)
 METRICS = ("dead_zone", "stall", "flips", "ulps", "sign_flips", "step_rms", "noise_rms")
-NOISE = {"fp32": 0, "master": 0.1, "grid_nearest": 2, "grid_stochastic": 1}  # how much a storage costs
+# how much a storage costs
+NOISE = {"fp32": 0, "master": 0.1, "grid_nearest": 2, "grid_stochastic": 1}
 
 
 def truth(fmt: str, storage: str) -> float:
     "The slope in p that the invented rows have, over FP32's."
-    return 0 if fmt in ("E0M7", "E1M6") else NOISE[storage] * 0.1 * 2.0 ** -get_format(fmt).mantissa_bits
+    return (
+        0
+        if fmt in ("E0M7", "E1M6")
+        else NOISE[storage] * 0.1 * 2.0 ** -get_format(fmt).mantissa_bits
+    )
 
 
 def invented(job, matrix) -> dict:
-    "A row that looks like a run: a parabola in the rate, the storage's slope, and noise of the run's own."
+    """A row that looks like a run: a parabola in the rate,
+    the storage's slope, and noise of the run's own."""
     a, chance = job.arm, lambda what: np.random.default_rng(zlib.crc32(f"{what}".encode())).normal()
-    middle = next(m for cell, m in matrix.cells if (cell.rule, cell.placement, cell.format) == (a.rule, a.placement, a.format))
+    middle = next(
+        m
+        for cell, m in matrix.cells
+        if (cell.rule, cell.placement, cell.format) == (a.rule, a.placement, a.format)
+    )
     off = 2 * math.log2(a.lr / middle)
     p = 0 if a.placement == "gradient" or a.format in ("E0M7", "E1M6") else a.power
-    common, own = 0.02 * chance((a.seed, a.checkpoint)), 2e-4 * chance(a) * (a.format not in ("E0M7", "E1M6"))
-    loss = 1.8 + common + own + 0.003 * off**2 + 0.02 * (p - 0.3) ** 2 + truth(a.format, a.storage) * (1 + p)
+    common = 0.02 * chance((a.seed, a.checkpoint))
+    own = 2e-4 * chance(a) * (a.format not in ("E0M7", "E1M6"))
+    loss = (
+        1.8
+        + common
+        + own
+        + 0.003 * off**2
+        + 0.02 * (p - 0.3) ** 2
+        + truth(a.format, a.storage) * (1 + p)
+    )
     bad = a.format == "E7M0" and a.storage == "grid_nearest" and a.seed % 4 == 1
     size = truth(a.format, a.storage)
-    end = dict(zip(("noise", "codes", "code_entropy", "zeros", "doublings", "sign_changed", "travel"), (1.0, 100.0, 6.0, 0.0, 0.1, 0.1, 0.3)))
+    end = dict(
+        zip(
+            ("noise", "codes", "code_entropy", "zeros", "doublings", "sign_changed", "travel"),
+            (1.0, 100.0, 6.0, 0.0, 0.1, 0.1, 0.3),
+        )
+    )
     numbers = {**{k: 0.01 + size * (1.2 + p) for k in METRICS}, **end}
     course = {k: [0.01 * (i + 1) + size for i in range(10)] for k in METRICS}
-    losses = {"val_loss": 2.4 if bad else loss, "raw_loss": 9.0 if bad else loss, "frozen_loss": 2.4, "start_loss": 2.5, "diverged": bad, "error": None,
-              "val_chunks": (loss + 0.1 * np.sin(np.arange(32))).tolist(), "curve": [loss + 0.5 / (1 + i) for i in range(20)], "course": course, "steps": 200}
+    losses = {
+        "val_loss": 2.4 if bad else loss,
+        "raw_loss": 9.0 if bad else loss,
+        "frozen_loss": 2.4,
+        "start_loss": 2.5,
+        "diverged": bad,
+        "error": None,
+        "val_chunks": (loss + 0.1 * np.sin(np.arange(32))).tolist(),
+        "curve": [loss + 0.5 / (1 + i) for i in range(20)],
+        "course": course,
+        "steps": 200,
+    }
     one = "null" if a.format in ("E0M7", "E1M6") else f"{a.format}{p}"
-    facts = {"weights_sha": one, "checkpoint_sha": a.checkpoint, "corpus_sha": a.corpus, "instrument": VERSION, "machine": "m", "versions": "v"}
-    return {**asdict(a), "run": f"{a}", **numbers, **losses, **facts, "stage": job.stage, "lr_edge": job.lr_edge, "tier": matrix.tier,
-            "matrix": matrix.name, "protocol": "0"}
+    facts = {
+        "weights_sha": one, "checkpoint_sha": a.checkpoint, "corpus_sha": a.corpus,
+        "instrument": VERSION, "machine": "m", "versions": "v",
+    }
+    return {
+        **asdict(a), "run": f"{a}", **numbers, **losses, **facts, "stage": job.stage,
+        "lr_edge": job.lr_edge, "tier": matrix.tier, "matrix": matrix.name, "protocol": "0",
+    }
 
 
 def ledger(matrices) -> list[dict]:
@@ -56,7 +98,8 @@ def ledger(matrices) -> list[dict]:
     rows = {}
     known = lambda arm: loss_of_row(rows[arm]) if arm in rows else None
     for m in matrices:
-        while (todo := plan(m, known)).stage != "done": rows.update({job.arm: invented(job, m) for job in todo.jobs})
+        while (todo := plan(m, known)).stage != "done":
+            rows.update({job.arm: invented(job, m) for job in todo.jobs})
     return list(rows.values())
 
 
@@ -74,13 +117,18 @@ def show(page: str, rows: list[dict], monkeypatch, amended: list[dict] | None = 
 
     matplotlib.use("Agg")
     said = []
-    monkeypatch.setattr(evidence, "read_ledger", lambda folder: (amended or []) if folder.endswith("amended") else rows)
+    monkeypatch.setattr(
+        evidence,
+        "read_ledger",
+        lambda folder: (amended or []) if folder.endswith("amended") else rows,
+    )
     monkeypatch.setattr("IPython.display.Markdown", said.append)
     monkeypatch.chdir(STUDIES)
     names = {}
     with np.errstate(all="ignore"):
         for cell in json.loads((STUDIES / f"{page}.ipynb").read_text(encoding="utf-8"))["cells"]:
-            if cell["cell_type"] == "code": exec(compile("".join(cell["source"]), page, "exec"), names)
+            if cell["cell_type"] == "code":
+                exec(compile("".join(cell["source"]), page, "exec"), names)
     matplotlib.pyplot.close("all")
     return "\n".join(said)
 
@@ -90,7 +138,9 @@ def test_the_analysis_finds_the_truth(complete):
     for storage in ("grid_stochastic", "master"):
         for fmt in ("E0M7", "E2M5", "E4M3", "E7M0"):
             e = effect(contrast(study, slope_over_fp32(study, fmt, storage)))
-            assert abs(e.mean - truth(fmt, storage)) < 3e-4 and e.seeds == 8  # the noise that was put in
+            # the noise that was put in
+            assert abs(e.mean - truth(fmt, storage)) < 3e-4
+            assert e.seeds == 8
             assert fmt == "E0M7" or e.low - 2e-4 < truth(fmt, storage) < e.high + 2e-4
 
 
@@ -98,49 +148,98 @@ def test_the_analysis_finds_the_truth(complete):
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_of_a_complete_ledger(page, complete, amended, monkeypatch):
     text = show(page, complete, monkeypatch, amended)
-    assert "nan" not in text.replace("nance", ""), [line for line in text.splitlines() if "nan" in line]
+    assert "nan" not in text.replace("nance", ""), [
+        line for line in text.splitlines() if "nan" in line
+    ]
     if page != "the_answer": return
     assert "It depends on the rounding" in text or "the same under every rounding" in text
     assert "So far." not in text and "** so far" not in text and "**part**" not in text
-    assert "| H1: under stochastic rounding D is above zero | **holds** |" in text and "bit for bit | **holds** |" in text
-    assert "| H2: D under nearest minus D under stochastic rounding is below zero | **refuted** |" in text  # the invented nearest rounding costs twice as much
+    assert "| H1: under stochastic rounding D is above zero | **holds** |" in text
+    assert "bit for bit | **holds** |" in text
+    # the invented nearest rounding costs twice as much
+    assert (
+        "| H2: D under nearest minus D under stochastic rounding is below zero | **refuted** |"
+        in text
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("part", ["nothing", "tuning", "two seeds of a tier", "nearest before stochastic", "a second tier begun", "one power of a second tier"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "nothing", "tuning", "two seeds of a tier", "nearest before stochastic",
+        "a second tier begun", "one power of a second tier",
+    ],
+)
 def test_pages_of_a_part(page, part, complete, monkeypatch):
-    chosen = {"nothing": lambda r: False, "tuning": lambda r: r["tier"] == 1 and r["split"] == "tune",
-              "two seeds of a tier": lambda r: r["tier"] == 1 and (r["split"] == "tune" or r["seed"] < 2),
-              "nearest before stochastic": lambda r: r["storage"] in ("fp32", "grid_nearest") and r["tier"] < 3,
-              "a second tier begun": lambda r: r["tier"] == 1 or r["tier"] == 2 and (r["split"] == "tune" or r["seed"] == 0),
-              "one power of a second tier": lambda r: r["tier"] == 1 or r["tier"] == 2 and (r["split"] == "tune" or r["power"] == 0)}[part]
+    chosen = {
+        "nothing": lambda r: False,
+        "tuning": lambda r: r["tier"] == 1 and r["split"] == "tune",
+        "two seeds of a tier": lambda r: r["tier"] == 1 and (r["split"] == "tune" or r["seed"] < 2),
+        "nearest before stochastic": lambda r: (
+            r["storage"] in ("fp32", "grid_nearest") and r["tier"] < 3
+        ),
+        "a second tier begun": lambda r: (
+            r["tier"] == 1 or r["tier"] == 2 and (r["split"] == "tune" or r["seed"] == 0)
+        ),
+        "one power of a second tier": lambda r: (
+            r["tier"] == 1 or r["tier"] == 2 and (r["split"] == "tune" or r["power"] == 0)
+        ),
+    }[part]
     text = show(page, [r for r in complete if chosen(r)], monkeypatch)
     assert "not run" in text.lower() and ("nan" not in text or part == "nothing")
 
 
 def test_the_stored_ledger_is_one():
     rows = read_ledger(STUDIES.parent / "results/ledger")
-    assert len({r["run"] for r in rows}) == len(rows) and len({arm_of(r) for r in rows}) == len(rows)
+    assert len({r["run"] for r in rows}) == len(rows)
+    assert len({arm_of(r) for r in rows}) == len(rows)
     assert sum(p.stat().st_size for p in (STUDIES.parent / "results/ledger").iterdir()) < 20e6
-    assert all(r["error"] is None and len(r["commit"]) == 40 and len(r["val_chunks"]) == r["task"]["chunks"] for r in rows)
+    assert all(
+        r["error"] is None
+        and len(r["commit"]) == 40
+        and len(r["val_chunks"]) == r["task"]["chunks"]
+        for r in rows
+    )
 
 
 def prose(commit: str | None = None) -> list[str]:
-    "What the protocol says in words, now or in a commit; its code is not what was promised (a module may get another name)."
+    """What the protocol says in words, now or in a commit;
+    its code is not what was promised (a module may get another name)."""
     path = "nbs/studies/protocol.ipynb"
     here = (STUDIES / "protocol.ipynb").read_text(encoding="utf-8")
-    shown = subprocess.run(["git", "show", f"{commit}:{path}"], cwd=STUDIES, capture_output=True, text=True, check=True).stdout if commit else here
-    return ["".join(cell["source"]) for cell in json.loads(shown)["cells"] if cell["cell_type"] == "markdown"]
+    shown = (
+        subprocess.run(
+            ["git", "show", f"{commit}:{path}"],
+            cwd=STUDIES,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        if commit
+        else here
+    )
+    return [
+        "".join(cell["source"])
+        for cell in json.loads(shown)["cells"]
+        if cell["cell_type"] == "markdown"
+    ]
 
 
 @pytest.mark.parametrize("folder", ["", "amended"])
 def test_the_protocol_came_before_the_runs(folder):
     rows = read_ledger(STUDIES.parent / "results/ledger" / folder)
-    told = subprocess.run(["git", "log", "--format=%H %ct", "--", str(STUDIES / "protocol.ipynb")], cwd=STUDIES, capture_output=True, text=True).stdout
+    told = subprocess.run(
+        ["git", "log", "--format=%H %ct", "--", str(STUDIES / "protocol.ipynb")],
+        cwd=STUDIES,
+        capture_output=True,
+        text=True,
+    ).stdout
     written = {commit: int(when) for commit, when in map(str.split, told.splitlines())}
     if not written: pytest.skip("not a checkout")
     for row in rows:
         assert row["protocol"] in written, "a row names a protocol that this history lacks"
         assert datetime.fromisoformat(row["finished"]).timestamp() > written[row["protocol"]]
-    for commit in {row["protocol"] for row in rows if folder}: assert prose(commit) == prose(), "the amendments were changed after their runs began"
+    for commit in {row["protocol"] for row in rows if folder}:
+        assert prose(commit) == prose(), "the amendments were changed after their runs began"

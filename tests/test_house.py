@@ -1,4 +1,5 @@
-"""The floors: a module imports from floors below its own, and from its own floor without a circle; and what `altgrad` itself hands on."""
+"""The floors: a module imports from floors below its own, and from its own floor without a circle;
+and what `altgrad` itself hands on."""
 import ast
 import importlib
 import subprocess
@@ -10,12 +11,16 @@ import pytest
 import altgrad
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ("basics", "numbers", "geometry", "model", "watching", "training", "evidence", "views", "cli")  # from the ground
+# from the ground
+FLOORS = (
+    "basics", "numbers", "geometry", "model", "watching", "training", "evidence", "views", "cli"
+)
 FILES = sorted(p for p in (ROOT / "altgrad").rglob("*.py") if not p.name.startswith("_"))
 STANDARD = set(sys.stdlib_module_names)
 
 
-def name_of(path: Path) -> str: return ".".join(path.relative_to(ROOT / "altgrad").with_suffix("").parts)
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT / "altgrad").with_suffix("").parts)
 
 
 MODULES = [name_of(path) for path in FILES]
@@ -49,9 +54,14 @@ def test_nothing_is_imported_from_a_floor_above(path):
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_module_imports_others_by_relative_names(path):
-    "The hash of what a run computes takes such imports for nothing; nbdev leaves an import absolute whose last line is short."
+    """The hash of what a run computes takes such imports for nothing;
+    nbdev leaves an import absolute whose last line is short."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert [n.module for n in tree.body if isinstance(n, ast.ImportFrom) and not n.level and n.module.startswith("altgrad")] == []
+    assert [
+        n.module
+        for n in tree.body
+        if isinstance(n, ast.ImportFrom) and not n.level and n.module.startswith("altgrad")
+    ] == []
 
 
 def test_no_circle():
@@ -93,10 +103,15 @@ def test_the_package_hands_on_what_people_type():
     assert set(altgrad.__all__) == set(altgrad._PLACES) <= set(dir(altgrad))
     for name, place in altgrad._PLACES.items():
         assert getattr(altgrad, name) is getattr(importlib.import_module(f"altgrad.{place}"), name)
-    with pytest.raises(AttributeError, match="no attribute 'quantise'"): altgrad.quantise  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        altgrad.quantise  # noqa: B018
 
 
 def test_importing_the_package_alone_loads_nothing():
-    code = "import sys; before = set(sys.modules); import altgrad; print(*(set(sys.modules) - before))"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    code = (
+        "import sys; before = set(sys.modules); import altgrad; print(*(set(sys.modules) - before))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
     assert not {"torch", "numpy", "typing"} & set(loaded)

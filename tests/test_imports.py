@@ -9,23 +9,48 @@ import pytest
 import altgrad
 
 OPTIONAL = ("wandb", "datasets", "geoopt", "matplotlib", "nbdev", "fastcore")
-MODULES = sorted(m.name.removeprefix("altgrad.") for m in pkgutil.walk_packages(altgrad.__path__, "altgrad.") if not m.ispkg and "._" not in m.name)
+MODULES = sorted(
+    m.name.removeprefix("altgrad.")
+    for m in pkgutil.walk_packages(altgrad.__path__, "altgrad.")
+    if not m.ispkg and "._" not in m.name
+)
 
 
-SLOW = (*OPTIONAL, "torch._dynamo", "torch._inductor", "pandas", "pyarrow", "scipy", "IPython", "rich.markdown")
+SLOW = (
+    *OPTIONAL, "torch._dynamo", "torch._inductor", "pandas", "pyarrow", "scipy", "IPython",
+    "rich.markdown",
+)
 
 
-@pytest.mark.parametrize("module", ["altgrad", "altgrad.training.config", "altgrad.training.trainer", "altgrad.training.experiment"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "altgrad", "altgrad.training.config", "altgrad.training.trainer",
+        "altgrad.training.experiment",
+    ],
+)
 def test_importing_loads_nothing_slow_beside_torch(module):
-    code = f"import sys, torch; before = set(sys.modules); import {module}; print(*(set({SLOW!r}) & (set(sys.modules) - before)))"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split() == []
+    code = (
+        f"import sys, torch; before = set(sys.modules); import {module}; print(*(set({SLOW!r}) "
+        "& (set(sys.modules) - before)))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.split()
+        == []
+    )
 
 
 def test_every_module_imports_and_the_core_needs_no_optional_package():
     assert "training.trainer" in MODULES
     core = [m for m in MODULES if m != "geometry.manifold"]
     block = f"import sys\nfor name in {OPTIONAL!r}: sys.modules[name] = None\n"
-    done = subprocess.run([sys.executable, "-c", block + "\n".join(f"import altgrad.{m}" for m in core)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", block + "\n".join(f"import altgrad.{m}" for m in core)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 

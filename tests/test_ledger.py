@@ -1,4 +1,5 @@
-"""The stored ledger stands alone: its texts and checkpoints lie beside it, and a clone can replay its rows with nothing else."""
+"""The stored ledger stands alone: its texts and checkpoints lie beside it, and a clone can replay
+its rows with nothing else."""
 import lzma
 import tarfile
 from pathlib import Path
@@ -22,7 +23,10 @@ def test_every_row_finds_its_text_beside_the_ledger(rows, tmp_path):
     texts, kept = beside(LEDGER)
     bench = Bench(kept, texts, cache=tmp_path)
     assert {row["corpus"] for row in rows} == set(texts)
-    for label in texts: assert {bench.corpus(label).hash} == {row["corpus_sha"] for row in rows if row["corpus"] == label}
+    for label in texts:
+        assert {bench.corpus(label).hash} == {
+            row["corpus_sha"] for row in rows if row["corpus"] == label
+        }
     assert beside(LEDGER / "tier1.parquet") == beside(LEDGER / "amended") == (texts, kept)
 
 
@@ -32,7 +36,14 @@ def test_every_row_finds_a_checkpoint_beside_the_ledger(rows):
 
 
 def test_ledger_is_light():
-    assert sum(path.stat().st_size for path in LEDGER.rglob("*") if path.parent.name in ("texts", "checkpoints")) < 16e6
+    assert (
+        sum(
+            path.stat().st_size
+            for path in LEDGER.rglob("*")
+            if path.parent.name in ("texts", "checkpoints")
+        )
+        < 16e6
+    )
 
 
 def test_a_packed_text_is_the_folder_that_was_packed(tmp_path):
@@ -41,7 +52,10 @@ def test_a_packed_text_is_the_folder_that_was_packed(tmp_path):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"the text of {name}. " * 400)
     with tarfile.open(tmp_path / "packed.tar.xz", "w:xz") as tar: tar.add(folder, arcname=".")
-    plain, packed = (load_corpus(f"path:{tmp_path / name}", cache=tmp_path / name.replace(".", "_")) for name in ("texts", "packed.tar.xz"))
+    plain, packed = (
+        load_corpus(f"path:{tmp_path / name}", cache=tmp_path / name.replace(".", "_"))
+        for name in ("texts", "packed.tar.xz")
+    )
     assert len(plain.train) and packed.hash == plain.hash
 
 
@@ -52,26 +66,46 @@ def test_a_damaged_archive_is_refused(tmp_path, damage):
     with tarfile.open(path, "w:xz") as tar:
         if damage != "no file in it": tar.add(tmp_path / "one.txt", "one.txt")
     whole = path.read_bytes()
-    broken = {"cut": whole[: len(whole) // 2], "flipped": whole[:80] + bytes([whole[80] ^ 255]) + whole[81:], "empty": b"", "another kind": lzma.compress(b"x")}
+    broken = {
+        "cut": whole[: len(whole) // 2],
+        "flipped": whole[:80] + bytes([whole[80] ^ 255]) + whole[81:],
+        "empty": b"",
+        "another kind": lzma.compress(b"x"),
+    }
     path.write_bytes(broken.get(damage, whole))
     with pytest.raises(InputError) as e: load_corpus(f"path:{path}", cache=tmp_path / "cache")
     assert "\n" not in str(e.value) and "x.tar.xz" in str(e.value) and len(str(e.value)) <= 300
 
 
 def test_replay_takes_the_stored_checkpoint(tmp_path):
-    "Another CPU's row runs from the stored checkpoint and says so; this CPU's row runs from one that is pretrained again."
+    """Another CPU's row runs from the stored checkpoint and says so;
+    this CPU's row runs from one that is pretrained again."""
     from altgrad.evidence.instrument import Arm, run_arm
     from altgrad.training.tracking import git_commit, machine, versions
     (tmp_path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
     task = Task(steps=4, batch_size=4, warmup=2, chunks=4, windows=2, every=4)
-    bench = lambda name: Bench(tmp_path / name, {"tiny": f"path:{tmp_path / 'text.txt'}"}, task, tmp_path / "cache")
+    bench = lambda name: Bench(
+        tmp_path / name, {"tiny": f"path:{tmp_path / 'text.txt'}"}, task, tmp_path / "cache"
+    )
     stored = bench("stored")
     build_checkpoint(stored, "tiny-1")
-    (tmp_path / "stored/tiny-1.pt").rename(tmp_path / "stored/tiny-0.pt")  # another checkpoint under the name
+    # another checkpoint under the name
+    (tmp_path / "stored/tiny-1.pt").rename(tmp_path / "stored/tiny-0.pt")
     made = bench("made")
     build_checkpoint(made, "tiny-0")
-    row = {**run_arm(Arm(checkpoint="tiny-0", corpus="tiny"), made), "machine": machine(), "versions": versions(), "commit": git_commit()}
+    row = {
+        **run_arm(Arm(checkpoint="tiny-0", corpus="tiny"), made),
+        "machine": machine(),
+        "versions": versions(),
+        "commit": git_commit(),
+    }
     agrees, said = replay(row, bench("empty"), tmp_path / "stored")
     assert agrees and "bit for bit" in said and (tmp_path / "empty/tiny-0.pt").is_file()
-    agrees, said = replay({**row, "machine": {**machine(), "cpu": "of another make"}}, bench("none"), tmp_path / "stored")
-    assert "another checkpoint" in said and "another CPU" in said and not (tmp_path / "none").exists()
+    agrees, said = replay(
+        {**row, "machine": {**machine(), "cpu": "of another make"}},
+        bench("none"),
+        tmp_path / "stored",
+    )
+    assert "another checkpoint" in said
+    assert "another CPU" in said
+    assert not (tmp_path / "none").exists()

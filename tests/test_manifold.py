@@ -1,4 +1,5 @@
-"""FP8Manifold against geoopt's contract, its optimizers on it, and models whose weights live on it."""
+"""FP8Manifold against geoopt's contract, its optimizers on it, and models whose weights live on
+it."""
 import copy
 import io
 import subprocess
@@ -22,7 +23,8 @@ from altgrad.training.checkpoint import load_checkpoint, save_checkpoint
 
 DTYPES = (torch.float32, torch.float64)
 SCALES = {"one": 1.0, "small": 2.0**-7, "rows": torch.tensor([[0.5], [4.0], [2.0**-6]]), "odd": 0.3}
-TOLERANCE = {t: 8 * 127 * torch.finfo(t).eps / 2 for t in DTYPES}  # a coordinate reaches 127 codes: eight roundings of that
+# a coordinate reaches 127 codes: eight roundings of that
+TOLERANCE = {t: 8 * 127 * torch.finfo(t).eps / 2 for t in DTYPES}
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)
 
 every_format = pytest.mark.parametrize("name", EIGHT_BIT)
@@ -36,15 +38,24 @@ def seed():
 
 
 def case(name: str, dtype: torch.dtype, scale=1.0, **options):
-    "A manifold, two points of the inner range, and two tangent vectors of a few codes; all [3, 50]."
+    """A manifold, two points of the inner range,
+    and two tangent vectors of a few codes; all [3, 50]."""
     m = FP8Manifold(name, scale=scale, **options)
-    x, y = (m.from_coordinate(0.8 * m.coordinate(p), like=p) for p in (m.random(3, 50, dtype=dtype), m.random(3, 50, dtype=dtype)))
+    x, y = (
+        m.from_coordinate(0.8 * m.coordinate(p), like=p)
+        for p in (m.random(3, 50, dtype=dtype), m.random(3, 50, dtype=dtype))
+    )
     S = m.stiffness(x)
-    return m, x.as_subclass(torch.Tensor), y.as_subclass(torch.Tensor), 3 * S * torch.randn_like(S), 3 * S * torch.randn_like(S)
+    return (
+        m, x.as_subclass(torch.Tensor), y.as_subclass(torch.Tensor), 3 * S * torch.randn_like(S),
+        3 * S * torch.randn_like(S),
+    )
 
 
 def close(a, b, tol, atol=0.0):
-    torch.testing.assert_close(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor), rtol=tol, atol=atol)
+    torch.testing.assert_close(
+        a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor), rtol=tol, atol=atol
+    )
 
 
 @every_scale
@@ -52,19 +63,23 @@ def close(a, b, tol, atol=0.0):
 @every_format
 def test_points_vectors_and_projections(name, dtype, scale):
     m, x, _, u, _ = case(name, dtype, scale)
-    m.assert_check_point(x), m.assert_check_vector(u)
-    m.assert_check_point_on_manifold(x), m.assert_check_vector_on_tangent(x, u)
+    m.assert_check_point(x)
+    m.assert_check_vector(u)
+    m.assert_check_point_on_manifold(x)
+    m.assert_check_vector_on_tangent(x, u)
     assert torch.equal(m.projx(x), x) and torch.equal(m.proju(x, u), u)
     far = 100 * m.limit(x) * torch.randn_like(x).sign()
     assert not m.check_point_on_manifold(far) and m.check_point_on_manifold(m.projx(far))
-    assert torch.equal(m.projx(m.projx(far)), m.projx(far)) and torch.equal(m.proju(x, m.proju(x, u)), m.proju(x, u))
+    assert torch.equal(m.projx(m.projx(far)), m.projx(far))
+    assert torch.equal(m.proju(x, m.proju(x, u)), m.proju(x, u))
     assert torch.equal(m.projx(far), (m.limit(x) * far.sign()).expand_as(x))
     ok, reason = m.check_point_on_manifold(far, explain=True)
     assert not ok and "beyond the largest" in reason
     assert not m.check_vector_on_tangent(x, u * torch.inf)
     y = m.retr(x, u)
     assert y.dtype == dtype and (y - x)[u != 0].sign().equal(u[u != 0].sign())
-    m.assert_check_point_on_manifold(m.projx(y)), m.assert_check_vector_on_tangent(y, m.transp_follow_retr(x, u, u))
+    m.assert_check_point_on_manifold(m.projx(y))
+    m.assert_check_vector_on_tangent(y, m.transp_follow_retr(x, u, u))
 
 
 @every_scale
@@ -78,7 +93,9 @@ def test_exp_and_log_are_inverse(name, dtype, scale):
     z = m.expmap(x, u)
     close(m.logmap(x, z) / S, u / S, 0.0, atol=tol)
     close(m.expmap(x, m.logmap(x, z)) / m.stiffness(z), z / m.stiffness(z), 0.0, atol=tol)
-    assert torch.equal(m.expmap(x, 0 * u), x) and torch.equal(m.logmap(x, x), 0 * x) and torch.equal(m.retr(x, u), m.expmap(x, u))
+    assert torch.equal(m.expmap(x, 0 * u), x)
+    assert torch.equal(m.logmap(x, x), 0 * x)
+    assert torch.equal(m.retr(x, u), m.expmap(x, u))
 
 
 @every_scale
@@ -90,12 +107,18 @@ def test_the_retraction_is_of_second_order_where_smooth(name, scale):
     smooth = (m.stiffness(x + h * u) == S) & (m.stiffness(x - h * u) == S)
     assert smooth.double().mean() > 0.9
     ahead, back = m.retr(x, h * u), m.retr(x, -h * u)
-    known = TOLERANCE[torch.float64]  # of a point, in its spacings; a difference quotient divides that by h
+    # of a point, in its spacings; a difference quotient divides that by h
+    known = TOLERANCE[torch.float64]
     close(((ahead - back) / (2 * h * S))[smooth], (u / S)[smooth], 0.0, atol=known / h)
     assert (((ahead - 2 * x + back) / (h**2 * S))[smooth].abs() < known / h**2).all()
-    # the straight step agrees with it to every order until it leaves the binade, and to first order at its edge from inside
+    # the straight step agrees with it to every order until it leaves the binade, and to first order
+    # at its edge from inside
     assert torch.equal(ahead[smooth], (x + h * u)[smooth])
-    edge = torch.tensor(4.0, dtype=torch.float64) * FORMATS[name].min_spacing * 2.0 ** FORMATS[name].mantissa_bits
+    edge = (
+        torch.tensor(4.0, dtype=torch.float64)
+        * FORMATS[name].min_spacing
+        * 2.0 ** FORMATS[name].mantissa_bits
+    )
     if FORMATS[name].exponent_bits > 2:
         one = FP8Manifold(name)
         step = one.stiffness(edge)
@@ -115,7 +138,8 @@ def test_transport_is_isometric_and_independent_of_the_path(name, dtype, scale):
     close(m.transp(z, x, m.transp(y, z, m.transp(x, y, u))), u, tol)  # no holonomy: flat
     end, carried = m.retr_transp(x, u, v)
     assert torch.equal(end, m.retr(x, u)) and torch.equal(carried, m.transp(x, end, v))
-    assert torch.equal(m.transp_follow_retr(x, u, v), carried) and torch.equal(m.expmap_transp(x, u, v)[1], carried)
+    assert torch.equal(m.transp_follow_retr(x, u, v), carried)
+    assert torch.equal(m.expmap_transp(x, u, v)[1], carried)
     assert torch.equal(m.transp_follow_expmap(x, u, v), carried)
 
 
@@ -127,7 +151,8 @@ def test_a_step_can_be_walked_back(name, dtype):
     y, carried = m.retr_transp(x, u, u)
     back, again = m.retr_transp(y, -carried, carried)
     S = m.stiffness(x)
-    # the stiffness at a binade's edge is that above it; a rounding at the edge may turn to the other side, by a factor of 2
+    # the stiffness at a binade's edge is that above it; a rounding at the edge may turn to the
+    # other side, by a factor of 2
     same = m.stiffness(back) == S
     assert same.double().mean() > 0.98
     close(m.coordinate(back), m.coordinate(x), 0.0, atol=TOLERANCE[dtype])
@@ -141,10 +166,13 @@ def test_distance_is_the_length_of_the_geodesic(name, scale):
     t = torch.linspace(0, 1, 5001, dtype=torch.float64)[:, None, None]
     path = m.expmap(x, t * m.logmap(x, y))
     length = (path.diff(dim=0).abs() / m.stiffness((path[1:] + path[:-1]) / 2)).sum(0)
-    close(length, m.dist(x, y), 5e-3, atol=1e-3)  # the mesh's error: 5,000 pieces of at most 254 codes
-    close(m.dist(x, y), m.dist(y, x), 8 * 2.0**-53), close(m.dist2(x, y), m.dist(x, y) ** 2, 0.0)
+    # the mesh's error: 5,000 pieces of at most 254 codes
+    close(length, m.dist(x, y), 5e-3, atol=1e-3)
+    close(m.dist(x, y), m.dist(y, x), 8 * 2.0**-53)
+    close(m.dist2(x, y), m.dist(x, y) ** 2, 0.0)
     close(m.dist(x, y), m.norm(x, m.logmap(x, y)), 1e-12)
-    assert torch.equal(m.dist(x, y, keepdim=True), m.dist(x, y)) and torch.equal(m.dist(x, x), 0 * x)
+    assert torch.equal(m.dist(x, y, keepdim=True), m.dist(x, y))
+    assert torch.equal(m.dist(x, x), 0 * x)
 
 
 @every_format
@@ -156,7 +184,10 @@ def test_the_manifold_is_flat(name):
     close(m.dist(a, b) + m.dist(b, c), m.dist(a, c), 0.0, atol=known)
     # Pythagoras, for a right angle between two weights
     corner = torch.stack([y[0], x[1]])
-    close(m.dist(x[:2], corner).square().sum(0) + m.dist(corner, y[:2]).square().sum(0), m.dist(x[:2], y[:2]).square().sum(0), 0.0, atol=2 * 254 * known)
+    close(
+        m.dist(x[:2], corner).square().sum(0) + m.dist(corner, y[:2]).square().sum(0),
+        m.dist(x[:2], y[:2]).square().sum(0), 0.0, atol=2 * 254 * known,
+    )
     # geodesics are straight: the midpoint of a parallelogram's diagonals is the same
     middle = m.expmap(x, 0.5 * m.logmap(x, y))
     close(m.coordinate(middle), (m.coordinate(x) + m.coordinate(y)) / 2, 0.0, atol=known)
@@ -168,10 +199,12 @@ def test_gradient_and_inner_product_do_not_reduce(name, scale):
     m, x, _, u, v = case(name, torch.float64, scale)
     g, S = torch.randn_like(x), m.stiffness(x)
     r = m.egrad2rgrad(x, g)
-    close(r, S**2 * g, 1e-12), close(m.inner(x, r, v), g * v, 1e-12)
+    close(r, S**2 * g, 1e-12)
+    close(m.inner(x, r, v), g * v, 1e-12)
     close(m.component_inner(x, r), S**2 * g**2, 1e-12)
     for f in (m.inner, m.component_inner): assert f(x, u, v).shape == x.shape
-    assert torch.equal(m.inner(x, u, v), m.inner(x, u, v, keepdim=True)) and torch.equal(m.inner(x, u), m.inner(x, u, u))
+    assert torch.equal(m.inner(x, u, v), m.inner(x, u, v, keepdim=True))
+    assert torch.equal(m.inner(x, u), m.inner(x, u, u))
     w = torch.as_tensor(scale, dtype=torch.float64)
     assert torch.equal(S, w * stiffness(x / w, name))
 
@@ -181,11 +214,24 @@ def test_gradient_and_inner_product_do_not_reduce(name, scale):
 def test_broadcasting(name, dtype):
     m, x, y, u, v = case(name, dtype, SCALES["rows"])
     stack = lambda t: torch.stack([t] * 4)  # noqa: E731
-    for f, args in ((m.expmap, (x, u)), (m.retr, (x, u)), (m.logmap, (x, y)), (m.dist, (x, y)), (m.transp, (x, y, v)), (m.inner, (x, u, v)),
-                    (m.egrad2rgrad, (x, u)), (m.proju, (x, u)), (m.norm, (x, u)), (m.projx, (x,)), (m.transp_follow_retr, (x, u, v))):
+    for f, args in (
+        (m.expmap, (x, u)),
+        (m.retr, (x, u)),
+        (m.logmap, (x, y)),
+        (m.dist, (x, y)),
+        (m.transp, (x, y, v)),
+        (m.inner, (x, u, v)),
+        (m.egrad2rgrad, (x, u)),
+        (m.proju, (x, u)),
+        (m.norm, (x, u)),
+        (m.projx, (x,)),
+        (m.transp_follow_retr, (x, u, v)),
+    ):
         one = f(*args)
         assert torch.equal(f(*map(stack, args)), stack(one)), f.__name__
-        assert torch.equal(f(*args[:1], *map(stack, args[1:])), stack(one)) or len(args) == 1, f.__name__
+        assert torch.equal(f(*args[:1], *map(stack, args[1:])), stack(one)) or len(args) == 1, (
+            f.__name__
+        )
     for row in range(3):
         alone = FP8Manifold(name, scale=m.scale[row].item())
         assert torch.equal(alone.expmap(x[row], u[row]), m.expmap(x, u)[row])
@@ -199,14 +245,21 @@ def test_random_points_and_origin(name):
     for draw in (m.random, m.random_uniform, m.random_normal):
         for dtype in DTYPES:
             x = draw(5, 7, dtype=dtype)
-            assert isinstance(x, geoopt.ManifoldTensor) and x.manifold is m and x.shape == (5, 7) and x.dtype == dtype
+            assert isinstance(x, geoopt.ManifoldTensor)
+            assert x.manifold is m
+            assert x.shape == (5, 7)
+            assert x.dtype == dtype
             m.assert_check_point_on_manifold(x)
         assert draw((2, 3)).shape == (2, 3)
     o = m.origin(2, 3, dtype=torch.float64)
-    assert isinstance(o, geoopt.ManifoldTensor) and torch.equal(o.data, torch.zeros(2, 3, dtype=torch.float64))
+    assert isinstance(o, geoopt.ManifoldTensor)
+    assert torch.equal(o.data, torch.zeros(2, 3, dtype=torch.float64))
     codes = m.coordinate(m.random(20_000, dtype=torch.float64)) / m.fmt.last_finite
     assert abs(codes.mean()) < 0.02 and abs(codes.std() - 3**-0.5) < 0.01
-    assert geoopt.Scaled(m, 3.0).dist(o, m.limit(o)).sub(3 * m.dist(o, m.limit(o))).abs().max() <= 3 * TOLERANCE[torch.float32]
+    assert (
+        geoopt.Scaled(m, 3.0).dist(o, m.limit(o)).sub(3 * m.dist(o, m.limit(o))).abs().max()
+        <= 3 * TOLERANCE[torch.float32]
+    )
 
 
 @every_scale
@@ -215,36 +268,68 @@ def test_state_dict_copies_and_pickles(name, scale):
     m = FP8Manifold(name, damping=0.1, floor_octaves=4, scale=scale)
     assert list(m.state_dict()) == ["scale"]
     file = io.BytesIO()
-    torch.save(m.state_dict(), file), file.seek(0)
+    torch.save(m.state_dict(), file)
+    file.seek(0)
     fresh = FP8Manifold(name, scale=torch.ones_like(m.scale))
     fresh.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(fresh.scale, m.scale)
     file = io.BytesIO()
     p = ManifoldParameter(m.random(3, 5), manifold=m)
-    torch.save(p, file), file.seek(0)
+    torch.save(p, file)
+    file.seek(0)
     for twin in (copy.deepcopy(p), torch.load(file, weights_only=False)):
         n = twin.manifold
-        assert type(twin) is ManifoldParameter and torch.equal(twin, p) and n is not m and twin.requires_grad
-        assert (n.fmt, n.damping, n.floor_octaves) == (m.fmt, 0.1, 4) and torch.equal(n.scale, m.scale)
+        assert type(twin) is ManifoldParameter
+        assert torch.equal(twin, p)
+        assert n is not m
+        assert twin.requires_grad
+        assert (n.fmt, n.damping, n.floor_octaves) == (m.fmt, 0.1, 4)
+        assert torch.equal(n.scale, m.scale)
     assert name in repr(m) and "floor_octaves=4" in repr(m)
 
 
-@pytest.mark.parametrize("options", [dict(damping=0.01), dict(floor_octaves=0), dict(floor_octaves=5), dict(damping=1e-3, floor_octaves=2.5)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(damping=0.01), dict(floor_octaves=0), dict(floor_octaves=5),
+        dict(damping=1e-3, floor_octaves=2.5),
+    ],
+    ids=str,
+)
 @every_format
 def test_floors(name, options):
     m = FP8Manifold(name, scale=0.5, **options)
-    x, y = torch.randn(2, 200, dtype=torch.float64) * torch.logspace(-16, 0, 200, base=2, dtype=torch.float64) * 0.1
+    x, y = (
+        torch.randn(2, 200, dtype=torch.float64)
+        * torch.logspace(-16, 0, 200, base=2, dtype=torch.float64)
+        * 0.1
+    )
     x[0] = y[0] = 0.9  # the largest of both: the floor is the same at either
-    low = max(options.get("damping", 0), 2.0 ** -options["floor_octaves"] * stiffness(torch.tensor(1.8), name).item() if "floor_octaves" in options else 0)
-    assert (m.stiffness(x) >= 0.5 * low).all() and torch.equal(m.stiffness(x), m.stiffness(x, like=y))
+    low = max(
+        options.get("damping", 0),
+        2.0 ** -options["floor_octaves"] * stiffness(torch.tensor(1.8), name).item()
+        if "floor_octaves" in options
+        else 0,
+    )
+    assert (m.stiffness(x) >= 0.5 * low).all()
+    assert torch.equal(m.stiffness(x), m.stiffness(x, like=y))
     known = TOLERANCE[torch.float64]
-    close(m.expmap(x, m.logmap(x, y)), y, known, atol=known * 0.9)  # 0.9 is the largest weight: no floor is above it
+    # 0.9 is the largest weight: no floor is above it
+    close(m.expmap(x, m.logmap(x, y)), y, known, atol=known * 0.9)
     close(m.norm(y, m.transp(x, y, y - x)), m.norm(x, y - x), 16 * 2.0**-53)
     t = torch.linspace(0, 1, 4001, dtype=torch.float64)[:, None]
     path = m.expmap(x, t * m.logmap(x, y))
-    close((path.diff(dim=0).abs() / m.stiffness((path[1:] + path[:-1]) / 2, like=x)).sum(0), m.dist(x, y), 2e-3, atol=2e-3)  # the mesh's error
+    # the mesh's error
+    close(
+        (path.diff(dim=0).abs() / m.stiffness((path[1:] + path[:-1]) / 2, like=x)).sum(0),
+        m.dist(x, y),
+        2e-3,
+        atol=2e-3,
+    )
     assert (m.dist(x, y) <= FP8Manifold(name, scale=0.5).dist(x, y) + known).all()
-    if options == dict(floor_octaves=0): close(m.dist(x, y), (x - y).abs() / m.stiffness(x[0]), 0.0, atol=known)  # the ordinary geometry
+    # the ordinary geometry
+    if options == dict(floor_octaves=0):
+        close(m.dist(x, y), (x - y).abs() / m.stiffness(x[0]), 0.0, atol=known)
 
 
 @every_format
@@ -259,7 +344,8 @@ def test_autograd_knows_the_slopes(name):
     close(slope, m.stiffness(x) / m.stiffness(y), known)
     a, v = x.clone().requires_grad_(), u.clone().requires_grad_()
     end = m.expmap(a, v)
-    for slope in torch.autograd.grad(end.sum(), (a, v)): close(slope, m.stiffness(end) / m.stiffness(x), known)
+    for slope in torch.autograd.grad(end.sum(), (a, v)):
+        close(slope, m.stiffness(end) / m.stiffness(x), known)
 
 
 @every_format
@@ -294,7 +380,10 @@ def test_riemannian_sgd_goes_down(name):
         (0.5 * m.dist(w, goal).square().sum()).backward()
         opt.step()
     # the loss is a parabola in codes, and each step a tenth of the way in codes
-    close(m.coordinate(w.detach()), m.coordinate(goal), 0.0, atol=254 * 0.9**200 + 200 * TOLERANCE[torch.float64])
+    close(
+        m.coordinate(w.detach()), m.coordinate(goal), 0.0,
+        atol=254 * 0.9**200 + 200 * TOLERANCE[torch.float64],
+    )
 
 
 @every_format
@@ -304,11 +393,14 @@ def test_riemannian_adam_is_adam_on_the_code_coordinate(name):
     options = dict(lr=0.7, betas=(0.8, 0.95), eps=1e-3, amsgrad=True)
     on_manifold, in_codes = RiemannianAdam([w], **options), torch.optim.Adam([psi], **options)
     for _ in range(40):
-        on_manifold.zero_grad(), in_codes.zero_grad()
+        on_manifold.zero_grad()
+        in_codes.zero_grad()
         m.dist(w, goal).square().sum().backward()
         (psi - m.coordinate(goal)).square().sum().backward()
-        on_manifold.step(), in_codes.step()
-    close(m.coordinate(w.detach()), psi.detach(), 0.0, atol=1e-6)  # 40 steps in float64, each of which Adam's quotient may magnify near the goal
+        on_manifold.step()
+        in_codes.step()
+    # 40 steps in float64, each of which Adam's quotient may magnify near the goal
+    close(m.coordinate(w.detach()), psi.detach(), 0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize("call, words", [
@@ -335,7 +427,13 @@ def on_manifold(name="E4M3", **kwargs) -> tuple[GPT, RiemannianAdam]:
     quantize_model(model, name, **{"skip": (), "manifold": True, **kwargs})
     there = [p for p in model.parameters() if isinstance(p, ManifoldParameter)]
     rest = [p for p in model.parameters() if not isinstance(p, ManifoldParameter)]
-    return model, RiemannianAdam([dict(params=there, lr=0.12 * 2 ** FORMATS[name].mantissa_bits), dict(params=rest, lr=3e-3)], eps=1e-15)
+    return model, RiemannianAdam(
+        [
+            dict(params=there, lr=0.12 * 2 ** FORMATS[name].mantissa_bits),
+            dict(params=rest, lr=3e-3),
+        ],
+        eps=1e-15,
+    )
 
 
 def train(model, optimizer, steps) -> list[float]:
@@ -354,7 +452,8 @@ def train(model, optimizer, steps) -> list[float]:
 @every_format
 def test_a_gpt_trains_on_its_manifold(name):
     model, optimizer = on_manifold(name, manifold=dict(floor_octaves=6))
-    for group in optimizer.param_groups[1:]: group["lr"] = 0.0  # by its weights on the manifold alone
+    # by its weights on the manifold alone
+    for group in optimizer.param_groups[1:]: group["lr"] = 0.0
     losses = train(model, optimizer, 60)
     assert losses[-1] < 0.1 * losses[0], losses
 
@@ -365,16 +464,22 @@ def test_ties_gradients_and_places():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     report = quantize_model(model, "E5M2", skip=(), manifold=True)
     assert len(report.changed) == 9 and model.lm_head.weight is model.wte.weight
-    assert [name for name, _ in model.named_parameters()] == list(before) and all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    assert not model.blocks[0].attn.qkv.weight.requires_grad and type(model.wpe.weight) is nn.Parameter
+    assert [name for name, _ in model.named_parameters()] == list(before)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert not model.blocks[0].attn.qkv.weight.requires_grad
+    assert type(model.wpe.weight) is nn.Parameter
     for row in report.changed:
         layer = model.get_submodule(row.name)
-        assert isinstance(layer.weight, ManifoldParameter) and layer.manifold is layer.weight.manifold
-        assert layer.manifold.scale == layer.weight_scale() and layer.manifold.fmt == layer.weight_format
+        assert isinstance(layer.weight, ManifoldParameter)
+        assert layer.manifold is layer.weight.manifold
+        assert layer.manifold.scale == layer.weight_scale()
+        assert layer.manifold.fmt == layer.weight_format
     twin = copy.deepcopy(model)
-    assert twin.lm_head.weight is twin.wte.weight and twin.lm_head.manifold is twin.wte.weight.manifold is not model.lm_head.manifold
+    assert twin.lm_head.weight is twin.wte.weight
+    assert twin.lm_head.manifold is twin.wte.weight.manifold is not model.lm_head.manifold
     twin.double()
-    assert isinstance(twin.wte.weight, ManifoldParameter) and twin.lm_head.manifold.scale.dtype == torch.float64
+    assert isinstance(twin.wte.weight, ManifoldParameter)
+    assert twin.lm_head.manifold.scale.dtype == torch.float64
 
 
 def test_an_unmatched_head_keeps_its_embedding_off_the_manifold():
@@ -390,8 +495,14 @@ def test_wrong_requests_change_nothing():
     rules = PrecisionConfig([LayerPrecisionRule("a", "E4M3"), LayerPrecisionRule("b", "E5M2")])
     for model, words, kwargs in [
         (two, "b shares its weight with a layer in E4M3", dict(config=rules, manifold=True)),
-        (nn.Sequential(nn.Linear(4, 4)).bfloat16(), "float32 or float64", dict(format="E4M3", manifold=True)),
-        (nn.Sequential(nn.Linear(4, 4)), "unknown manifold option 'octaves'", dict(format="E4M3", manifold=dict(octaves=3))),
+        (
+            nn.Sequential(nn.Linear(4, 4)).bfloat16(), "float32 or float64",
+            dict(format="E4M3", manifold=True),
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 4)), "unknown manifold option 'octaves'",
+            dict(format="E4M3", manifold=dict(octaves=3)),
+        ),
         (nn.Sequential(nn.Linear(4, 4)), "damping", dict(format="E4M3", manifold=dict(damping=-3))),
     ]:
         before = [(type(m), *map(id, m._parameters.values())) for m in model.modules()]
@@ -405,14 +516,16 @@ def test_a_state_dict_of_plain_tensors_loads_with_weights_only():
     model, optimizer = on_manifold("E5M2")
     train(model, optimizer, 3)
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file), file.seek(0)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
     state = torch.load(file, weights_only=True)
     assert {type(t) for t in state["model"].values()} == {torch.Tensor}
     other, _ = on_manifold("E5M2")
     other.lm_head.manifold.scale.fill_(99.0)
     other.load_state_dict(state["model"])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
-    assert other.wte.weight.manifold.scale == model.wte.weight.manifold.scale and isinstance(other.wte.weight, ManifoldParameter)
+    assert other.wte.weight.manifold.scale == model.wte.weight.manifold.scale
+    assert isinstance(other.wte.weight, ManifoldParameter)
 
 
 def test_a_continued_run_is_the_uninterrupted_one(tmp_path):
@@ -442,10 +555,13 @@ except InputError as e: print(e)
 print(len(quantize_model(model, "E4M3").changed))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "manifold=True needs the package geoopt (pip install geoopt)\n1\n", done.stderr
+    assert done.stdout == "manifold=True needs the package geoopt (pip install geoopt)\n1\n", (
+        done.stderr
+    )
 
 
-GAPS = {"E0M7": 1, "E1M6": 1, "E2M5": 3, "E3M4": 7, "E4M3": 15, "E5M2": 30, "E6M1": 63, "E7M0": 126}  # distinct ones, an octave apart
+# distinct ones, an octave apart
+GAPS = {"E0M7": 1, "E1M6": 1, "E2M5": 3, "E3M4": 7, "E4M3": 15, "E5M2": 30, "E6M1": 63, "E7M0": 126}
 
 
 @pytest.mark.parametrize("floor_octaves", [None, 0.5, 2, 6, 40, 200])
@@ -455,7 +571,9 @@ def test_what_calls_itself_reversible_is(name, floor_octaves):
     m = FP8Manifold(name, floor_octaves=floor_octaves)
     worst = 0.0
     for _ in range(3):
-        x = (m.random(20, 20, dtype=torch.float64) * torch.rand(20, 20, dtype=torch.float64)).as_subclass(torch.Tensor)
+        x = (
+            m.random(20, 20, dtype=torch.float64) * torch.rand(20, 20, dtype=torch.float64)
+        ).as_subclass(torch.Tensor)
         S = m.stiffness(x)
         u = 3 * S * torch.randn_like(S)
         y, carried = m.retr_transp(x, u, u)

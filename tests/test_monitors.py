@@ -1,4 +1,5 @@
-"""What is watched in a run: against oracles, without a wait for the device, and through whole runs."""
+"""What is watched in a run: against oracles, without a wait for the device, and through whole
+runs."""
 import math
 
 import numpy as np
@@ -61,12 +62,20 @@ def test_rates_are_those_that_ml_dtypes_rounding_gives(name):
     z = x.double().numpy() / scale
     q = np.clip(z, -fmt.max, fmt.max).astype(np.float32).astype(TYPES[name]).astype(np.float64)
     y, sums = round_and_sum(x, Precision(name), torch.tensor(scale))
-    values, _ = point_metrics({("sums", "a", "weight"): sums.numpy(), ("scale", "a", "weight"): np.array(scale)}, {("a", "weight"): fmt})
+    values, _ = point_metrics(
+        {("sums", "a", "weight"): sums.numpy(), ("scale", "a", "weight"): np.array(scale)},
+        {("a", "weight"): fmt},
+    )
     get = lambda metric: values[f"quantization/a/weight/{metric}"]
     assert np.array_equal(y.double().numpy(), q * scale)
-    assert get("overflow_rate") == (np.abs(z) > fmt.max).mean() and get("underflow_rate") == ((z != 0) & (q == 0)).mean()
-    known = x.numel() ** 0.5 * 2.0**-24  # of a sum of float32 numbers: its roundings add up like a random walk
-    assert abs(get("sqnr_db") - 10 * np.log10((z**2).sum() / ((z - q) ** 2).sum())) < 4.35 * 8 * known  # dB
+    assert get("overflow_rate") == (np.abs(z) > fmt.max).mean()
+    assert get("underflow_rate") == ((z != 0) & (q == 0)).mean()
+    # of a sum of float32 numbers: its roundings add up like a random walk
+    known = x.numel() ** 0.5 * 2.0**-24
+    # dB
+    assert (
+        abs(get("sqnr_db") - 10 * np.log10((z**2).sum() / ((z - q) ** 2).sum())) < 4.35 * 8 * known
+    )
     assert abs(get("kurtosis") / (((z - z.mean()) ** 4).mean() / z.var() ** 2) - 1) < 32 * known
     assert abs(get("rms_octaves") - np.log2(fmt.max / np.sqrt((z**2).mean()))) < 8 * known
 
@@ -81,55 +90,98 @@ def test_tiny_and_huge_tensors_neither_vanish_nor_overflow_in_the_sums():
         torch.testing.assert_close(sums, reference * 2.0 ** (exponent * powers.double()))
 
 
-@pytest.mark.parametrize("points", [dict(weight=n) for n in (*EIGHT_BIT, "bfloat16")] + [dict(activation="E4M3 32"), dict(
-    weight="E4M3 channel", activation="E5M2 stochastic smoothed", gradient="E5M2 toward_zero static", weight_gradient=True)], ids=str)
+@pytest.mark.parametrize(
+    "points",
+    [dict(weight=n) for n in (*EIGHT_BIT, "bfloat16")]
+    + [
+        dict(activation="E4M3 32"),
+        dict(
+            weight="E4M3 channel", activation="E5M2 stochastic smoothed",
+            gradient="E5M2 toward_zero static", weight_gradient=True,
+        ),
+    ],
+    ids=str,
+)
 def test_watching_changes_no_bit(points):
     plain, watched = model_with(**points), model_with(**points)
     train(plain, None, 4)
     found = train(watched, Monitors(watched, every=1, histogram_every=2, health_every=3), 4)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters()))
-    assert all(math.isfinite(v) or math.isnan(v) or path.endswith("sqnr_db") for m in found for path, v in m.values.items())
+    assert all(
+        math.isfinite(v) or math.isnan(v) or path.endswith("sqnr_db")
+        for m in found
+        for path, v in m.values.items()
+    )
 
 
 @pytest.mark.parametrize("storage", ["master", *grid_storages()])
 def test_every_storage_is_watched(storage):
     model = model_with(storage, weight="E4M3", activation="E4M3")
     values = train(model, Monitors(model, every=1), 3)[-1].values
-    weights = sum(m.weight.numel() for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head")
-    rate, other = ("code_unchanged_rate", "bit_stall_rate") if storage == "master" else ("bit_stall_rate", "code_unchanged_rate")
+    weights = sum(
+        m.weight.numel()
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and name != "lm_head"
+    )
+    rate, other = (
+        ("code_unchanged_rate", "bit_stall_rate")
+        if storage == "master"
+        else ("bit_stall_rate", "code_unchanged_rate")
+    )
     assert f"updates/all/{other}" not in values and 0 < values[f"updates/all/{rate}"] < 1
-    assert 0 <= values["updates/all/zero_update_rate"] <= 1 and values["updates/all/updates"] <= 2 * weights  # torch's AdamW writes twice
-    assert abs(values[f"updates/all/{rate}"] - (1 - values["updates/all/flips"] / values["updates/all/updates"])) < 4 * 2.0**-53
-    assert math.isnan(values["updates/blocks.0.mlp.fc/decay_stall_rate"]) == (storage in ("master", "grid_stochastic"))
+    # torch's AdamW writes twice
+    assert 0 <= values["updates/all/zero_update_rate"] <= 1
+    assert values["updates/all/updates"] <= 2 * weights
+    assert (
+        abs(
+            values[f"updates/all/{rate}"]
+            - (1 - values["updates/all/flips"] / values["updates/all/updates"])
+        )
+        < 4 * 2.0**-53
+    )
+    assert math.isnan(values["updates/blocks.0.mlp.fc/decay_stall_rate"]) == (
+        storage in ("master", "grid_stochastic")
+    )
 
 
 def test_names_are_paths_of_the_registry():
     model = model_with(weight="E4M3", gradient=True)
     shadow, monitors = Shadow(model), Monitors(model, every=1)
     monitors.readers.append(shadow_metrics)
-    monitors.begin(1), shadow.begin(1)
+    monitors.begin(1)
+    shadow.begin(1)
     loss_of(model, *batch(1)).backward()
-    monitors.gradients(), shadow.measure([batch(1)], monitors.parcel)
+    monitors.gradients()
+    shadow.measure([batch(1)], monitors.parcel)
     values = monitors.end().values
-    groups = {g.path.split("/")[0]: {m.name for m in g.metrics} | {f"ulps_p{q:02d}" for q in (5, 25, 50, 75, 95)} for g in METRICS[1:]}
-    assert all(path.split("/")[-1] in groups[path.split("/")[0]] for path in values) and {p.split("/")[0] for p in values} == set(groups)
+    groups = {
+        g.path.split("/")[0]: {m.name for m in g.metrics}
+        | {f"ulps_p{q:02d}" for q in (5, 25, 50, 75, 95)}
+        for g in METRICS[1:]
+    }
+    assert all(path.split("/")[-1] in groups[path.split("/")[0]] for path in values)
+    assert {p.split("/")[0] for p in values} == set(groups)
     full = [f"{g.path}{m.name}" for g in METRICS for m in g.metrics]
     assert len(set(full)) == len(full)
 
 
 @pytest.mark.skipif(OLD_TORCH, reason="in torch 2.8 numbers that are known are unknown too where tensors are fake")
 def test_nothing_in_a_step_waits_for_the_device():
-    "A fake tensor has no values: asking for one raises. The eager passes ask for none until the parcel is opened."
+    """A fake tensor has no values: asking for one raises.
+    The eager passes ask for none until the parcel is opened."""
     before = K.set_path("eager")
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             layer = nn.Linear(32, 16, bias=False)
             quantize_model(layer, "E4M3", skip=())
             x, s = torch.randn(16, 32), torch.ones(())
-            rounding_sums(x, x, s, FORMATS["E4M3"]), update_sums(x, x, s, s, FORMATS["E4M3"])
+            rounding_sums(x, x, s, FORMATS["E4M3"])
+            update_sums(x, x, s, s, FORMATS["E4M3"])
             parcel, updates, gradients = Parcel(), UpdateCounts(layer), GradientCounts(layer)
             layer.weight.grad = torch.randn(16, 32)
-            updates.start(), gradients.measure(parcel), updates.stop(parcel)
+            updates.start()
+            gradients.measure(parcel)
+            updates.stop(parcel)
             assert len(parcel.parts) == 3
             with pytest.raises(DataDependentOutputException): x.sum().item()
     finally: K.set_path(before)
@@ -140,16 +192,32 @@ def test_a_run_is_watched_from_config_to_files(tmp_path):
     from altgrad.training.config import make_config
     from altgrad.training.trainer import Trainer
     corpus = load_corpus("stdlib", cache=tmp_path / "cache")
-    config = make_config(dict(format="E4M3", activation="E4M3", gradient="E5M2 stochastic", monitor_every=2, shadow_every=4, max_steps=6, batch_size=2,
-                              block_size=16, eval_windows=2, eval_every=3, checkpoint_every=3))
+    config = make_config(
+        dict(
+            format="E4M3", activation="E4M3", gradient="E5M2 stochastic", monitor_every=2,
+            shadow_every=4, max_steps=6, batch_size=2, block_size=16, eval_windows=2, eval_every=3,
+            checkpoint_every=3,
+        )
+    )
     trainer = Trainer(config, tmp_path / "runs", corpus)
     record = trainer.run(progress=False)
     rows, series = trainer.folder.metrics(), read_series(trainer.folder.path / "series")
     assert record["exit_reason"] == "finished" and record["monitors"]["every"] == 2
-    assert [row["step"] for row in rows if "quantization/all/gradient/sqnr_db" in row] == [1, 2, 4, 6]
-    assert series["shadow/blocks.0.mlp.fc/cosine"][0].tolist() == [1, 4] and series["quantization/blocks.3.mlp.fc/weight/amax"][0].tolist() == [1, 2, 4, 6]
-    assert all(not isinstance(v, (list, dict)) for row in rows for k, v in row.items() if k not in ("events", "nonfinite"))
-    assert sorted(p.name for p in (trainer.folder.path / "series").glob("values*")) == ["values-00000002.parquet", "values-00000006.parquet"]
+    assert [row["step"] for row in rows if "quantization/all/gradient/sqnr_db" in row] == [
+        1, 2, 4, 6
+    ]
+    assert series["shadow/blocks.0.mlp.fc/cosine"][0].tolist() == [1, 4]
+    assert series["quantization/blocks.3.mlp.fc/weight/amax"][0].tolist() == [1, 2, 4, 6]
+    assert all(
+        not isinstance(v, (list, dict))
+        for row in rows
+        for k, v in row.items()
+        if k not in ("events", "nonfinite")
+    )
+    assert sorted(p.name for p in (trainer.folder.path / "series").glob("values*")) == [
+        "values-00000002.parquet",
+        "values-00000006.parquet",
+    ]
 
 
 def test_noise_alone_rarely_rings_and_divergence_does():
@@ -159,5 +227,12 @@ def test_noise_alone_rarely_rings_and_divergence_does():
         alarms = Alarms()
         rung += any(alarms.check(step, 4 + 0.1 * random.normal()) for step in range(300))
     alarms = Alarms()
-    alerts = [a for step in range(300) for a in alarms.check(step, 4 + 0.02 * max(0, step - 200) + 0.1 * random.normal())]
-    assert rung <= 1 and len(alerts) == 1 and alerts[0].metric == "loss_rise" and 200 < alerts[0].step < 260
+    alerts = [
+        a
+        for step in range(300)
+        for a in alarms.check(step, 4 + 0.02 * max(0, step - 200) + 0.1 * random.normal())
+    ]
+    assert rung <= 1
+    assert len(alerts) == 1
+    assert alerts[0].metric == "loss_rise"
+    assert 200 < alerts[0].step < 260

@@ -12,12 +12,16 @@ from nbdev.process import NBProcessor
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted(nbglob(ROOT / "nbs", as_path=True))
 EXPORTS = {"export", "exports", "exporti"}
-TITLE = re.compile(r"\A# \S[^\n]*\n\n?> \S[^\n]*(\n\n?(- [\w-]+: [^\n]*\n?)+)?\Z")  # `- key: value` lines are options of nbdev
+# `- key: value` lines are options of nbdev
+TITLE = re.compile(r"\A# \S[^\n]*\n\n?> \S[^\n]*(\n\n?(- [\w-]+: [^\n]*\n?)+)?\Z")
 MACHINE_PATHS = [f"/{folder}/" for folder in ("home", "root", "Users", "tmp")] + [f"{ROOT}/"]
 EXPORT_LIMIT, CLASS_LIMIT = 40, 150  # lines: a class is one class, and need not be cut
+TABLE_LIMIT = 100  # a table is read by its rows
 PNG_LIMIT = 200_000  # bytes
 
-every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.relative_to(ROOT / "nbs").as_posix())
+every_notebook = pytest.mark.parametrize(
+    "path", NOTEBOOKS, ids=lambda p: p.relative_to(ROOT / "nbs").as_posix()
+)
 
 
 def cells(path: Path, kind: str = "code") -> list:
@@ -26,22 +30,32 @@ def cells(path: Path, kind: str = "code") -> list:
 
 
 def mixes_imports(cell) -> bool:
-    """Whether the site's build runs this cell for its import, and with it statements that may need cells that are not run.
+    """Whether the site's build runs this cell for its import, and with it statements that may need
+    cells that are not run.
 
-    nbdev runs a cell that holds an import at any depth. It runs exported cells anyway; cells with `eval: false` or `nbdev_export()`, never.
+    nbdev runs a cell that holds an import at any depth. It runs exported cells anyway; cells with
+    `eval: false` or `nbdev_export()`, never.
     """
     if cell.directives_.keys() & (EXPORTS | {"exec_doc"}): return False
     if cell.directives_.get("eval:") == ["false"] or "nbdev_export()" in cell.source: return False
     imports = (ast.Import, ast.ImportFrom)
     tree = cell.parsed_() or []
-    return any(isinstance(n, imports) for top in tree for n in ast.walk(top)) and not all(isinstance(top, imports) for top in tree)
+    return any(isinstance(n, imports) for top in tree for n in ast.walk(top)) and not all(
+        isinstance(top, imports) for top in tree
+    )
 
 
 def texts(cell) -> list[str]:
-    "The source of a cell and all text that it printed or showed; not images, whose base64 may spell anything."
+    """The source of a cell and all text that it printed or showed;
+    not images, whose base64 may spell anything."""
     outputs = cell.get("outputs", [])
     printed = ["".join(o.get("text", [])) + "".join(o.get("traceback", [])) for o in outputs]
-    shown = ["".join(data) for o in outputs for kind, data in o.get("data", {}).items() if kind.startswith("text/")]
+    shown = [
+        "".join(data)
+        for o in outputs
+        for kind, data in o.get("data", {}).items()
+        if kind.startswith("text/")
+    ]
     return [cell.source, *printed, *shown]
 
 
@@ -54,18 +68,23 @@ def test_imports_have_their_own_cells(path):
 def test_starts_with_title_and_description(path):
     first = NBProcessor(path).nb.cells[0]
     is_title = first.cell_type == "markdown" and TITLE.match(first.source.strip())
-    assert is_title, f"the first cell must be `# Title`, `> one line` and no more, not:\n{first.source}"
+    assert is_title, (
+        f"the first cell must be `# Title`, `> one line` and no more, not:\n{first.source}"
+    )
 
 
 def only_imports(cell) -> bool:
     "Whether a cell imports and does nothing else."
-    return all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in ast.parse(cell.source).body)
+    return all(
+        isinstance(node, (ast.Import, ast.ImportFrom)) for node in ast.parse(cell.source).body
+    )
 
 
 def limit_of(cell) -> int:
     "The most lines that an export cell may have."
     body = ast.parse(cell.source).body
-    return CLASS_LIMIT if len(body) == 1 and isinstance(body[0], ast.ClassDef) else EXPORT_LIMIT
+    if len(body) == 1 and isinstance(body[0], ast.ClassDef): return CLASS_LIMIT
+    return TABLE_LIMIT if isinstance(body[-1], (ast.Assign, ast.AnnAssign)) else EXPORT_LIMIT
 
 
 @every_notebook
@@ -77,7 +96,9 @@ def test_export_cells_are_short(path):
 
 @every_notebook
 def test_no_machine_paths(path):
-    found = [text for kind in ["code", "markdown"] for cell in cells(path, kind) for text in texts(cell)]
+    found = [
+        text for kind in ["code", "markdown"] for cell in cells(path, kind) for text in texts(cell)
+    ]
     assert [(part, text) for text in found for part in MACHINE_PATHS if part in text] == []
 
 
@@ -96,17 +117,31 @@ def test_a_cell_that_shows_documentation_shows_it(path):
 def test_no_stored_widgets(path):
     # their ids are drawn anew at every run, and no page can show them without a kernel
     nb = NBProcessor(path).nb
-    shown = [c.source for c in nb.cells if c.cell_type == "code" and any("widget-view" in kind for o in c.outputs for kind in o.get("data", {}))]
+    shown = [
+        c.source
+        for c in nb.cells
+        if c.cell_type == "code"
+        and any("widget-view" in kind for o in c.outputs for kind in o.get("data", {}))
+    ]
     assert shown == [] and "widgets" not in nb.metadata
 
 
 @every_notebook
 def test_figures_are_small(path):
-    pngs = [o.data["image/png"] for c in cells(path) for o in c.outputs if "image/png" in o.get("data", {})]
+    pngs = [
+        o.data["image/png"]
+        for c in cells(path)
+        for o in c.outputs
+        if "image/png" in o.get("data", {})
+    ]
     sizes = [len("".join(png)) * 3 // 4 for png in pngs]  # base64 spells 3 bytes in 4 characters
     assert [size for size in sizes if size > PNG_LIMIT] == []
 
 
 def test_readme_is_in_sync():
-    done = subprocess.run([sys.executable, ROOT / ".ci/notebooks.py", "readme", "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / ".ci/notebooks.py", "readme", "--check"],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode: pytest.fail(done.stderr[-1000:], pytrace=False)

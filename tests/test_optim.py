@@ -1,4 +1,5 @@
-"""What the notebook of the update rules cannot show: pickling, non-contiguous weights, both dtypes, and every format against geoopt."""
+"""What the notebook of the update rules cannot show: pickling, non-contiguous weights, both dtypes,
+and every format against geoopt."""
 import pickle
 
 import pytest
@@ -22,7 +23,10 @@ every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 
 
 def weights(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
-    return (0.02 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).to(dtype)
+    return (
+        0.02
+        * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    ).to(dtype)
 
 
 @every_rule
@@ -34,7 +38,8 @@ def test_a_pickled_optimizer_goes_on(make):
     again = pickle.loads(pickle.dumps(optimizer))
     q = again.param_groups[0]["params"][0]
     p.grad = q.grad = weights(8, 9, seed=2)
-    optimizer.step(), again.step()
+    optimizer.step()
+    again.step()
     assert torch.equal(p, q)
 
 
@@ -46,7 +51,8 @@ def test_memory_layout_and_empty_or_scalar_parameters_do_not_matter(make):
     a, b = make([plain]), make([turned, empty, scalar])
     for seed in (1, 2, 3):
         plain.grad = turned.grad = weights(6, 8, seed=seed)
-        a.step(), b.step()
+        a.step()
+        b.step()
     assert torch.equal(plain, turned) and scalar.isfinite() and empty.shape == (0, 3)
 
 
@@ -60,20 +66,37 @@ def test_riemannian_adamw_is_geoopts_on_the_manifold(name, dtype):
     options = {"floor_octaves": 8}
     manifold = FP8Manifold(name, scale=compute_scale(w.abs().amax(), name), **options)
     theirs, ours = geoopt.ManifoldParameter(w.clone(), manifold=manifold), nn.Parameter(w.clone())
-    a, b = geoopt.optim.RiemannianAdam([theirs], lr=0.05, eps=1e-16), RiemannianAdamW([ours], name, 0.05, **options)
+    a = geoopt.optim.RiemannianAdam([theirs], lr=0.05, eps=1e-16)
+    b = RiemannianAdamW([ours], name, 0.05, **options)
     for seed in range(1, 9):
         grad = weights(300, dtype=dtype, seed=seed)
         grad[0] = 0
         theirs.grad, ours.grad = grad.clone(), grad.clone()
-        a.step(), b.step()
-    known = 8 * 8 * 127 * torch.finfo(dtype).eps / 2  # eight steps, a coordinate of up to 127 codes; atol: of the smallest spacing, or of the floor
-    smallest = max(2.0**-8 * ulp(get_format(name), w.abs().amax() / manifold.scale), torch.tensor(get_format(name).min_spacing)) * manifold.scale
-    torch.testing.assert_close(ours.detach(), theirs.detach().as_subclass(torch.Tensor), rtol=known, atol=known * smallest.item())
+        a.step()
+        b.step()
+    # eight steps, a coordinate of up to 127 codes; atol: of the smallest spacing, or of the floor
+    known = 8 * 8 * 127 * torch.finfo(dtype).eps / 2
+    smallest = (
+        max(
+            2.0**-8 * ulp(get_format(name), w.abs().amax() / manifold.scale),
+            torch.tensor(get_format(name).min_spacing),
+        )
+        * manifold.scale
+    )
+    torch.testing.assert_close(
+        ours.detach(), theirs.detach().as_subclass(torch.Tensor), rtol=known,
+        atol=known * smallest.item(),
+    )
 
 
 def test_bad_parameters_are_errors_and_a_refused_group_leaves_no_trace():
     optimizer = StiffnessAdamW([nn.Parameter(weights(3))], "E4M3")
-    for p in (torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.complex64), torch.ones(3, dtype=torch.bfloat16)):
-        with pytest.raises(InputError, match="float32 or float64"): optimizer.add_param_group({"params": [p]})
-    with pytest.raises(InputError, match="finite"): optimizer.add_param_group({"params": [nn.Parameter(weights(3))], "power": float("inf")})
+    for p in (
+        torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.complex64),
+        torch.ones(3, dtype=torch.bfloat16),
+    ):
+        with pytest.raises(InputError, match="float32 or float64"):
+            optimizer.add_param_group({"params": [p]})
+    with pytest.raises(InputError, match="finite"):
+        optimizer.add_param_group({"params": [nn.Parameter(weights(3))], "power": float("inf")})
     assert len(optimizer.param_groups) == 1

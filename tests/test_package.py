@@ -1,4 +1,5 @@
-"""What a user gets: the built wheel, in an environment of its own, in an empty folder. Works without a network."""
+"""What a user gets: the built wheel, in an environment of its own, in an empty folder. Works
+without a network."""
 import ast
 import os
 import re
@@ -16,17 +17,24 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ConfigParser(delimiters=["="])
 CONFIG.read(ROOT / "settings.ini", encoding="utf-8")
 FACTS = CONFIG["DEFAULT"]
-NEVER_COPIED = shutil.ignore_patterns(".venv", ".git", "nbs", "runs", "build", "dist", "*.egg-info", "__pycache__", "_docs", "_proc")
+NEVER_COPIED = shutil.ignore_patterns(
+    ".venv", ".git", "nbs", "runs", "build", "dist", "*.egg-info", "__pycache__", "_docs", "_proc"
+)
 # What only developers have, by the names of imports: to the wheel's environment these do not exist.
-DEVELOPMENT = ("nbdev", "execnb", "fastcore", "jupyterlab", "nbconvert", "nbformat", "ipykernel", "IPython", "pytest", "gfloat", "ml_dtypes", "ray",
-               "wandb_workspaces", "transformers", "accelerate", "lightning", "mypy", "twine", "build", "setuptools")
+DEVELOPMENT = (
+    "nbdev", "execnb", "fastcore", "jupyterlab", "nbconvert", "nbformat", "ipykernel", "IPython",
+    "pytest", "gfloat", "ml_dtypes", "ray", "wandb_workspaces", "transformers", "accelerate",
+    "lightning", "mypy", "twine", "build", "setuptools",
+)
 IMPORTED_AS = {"pyyaml": "yaml", "scikit_learn": "sklearn"}
 SMALL = ["max_steps=2", "batch_size=2", "block_size=16", "eval_windows=2", "warmup_steps=1"]
 
 
 def run(*command, **options) -> str:
     "What a command prints; its error output if it fails."
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=300, **options)
+    done = subprocess.run(
+        [str(c) for c in command], capture_output=True, text=True, timeout=300, **options
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -36,23 +44,39 @@ def dist(tmp_path_factory) -> Path:
     "A folder with the sdist, and the wheel that was built from it."
     copy = tmp_path_factory.mktemp("source") / "altgrad"
     shutil.copytree(ROOT, copy, ignore=NEVER_COPIED)
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", copy / "dist", copy, cwd=copy.parent)
+    run(
+        sys.executable, "-m", "build", "--no-isolation", "--outdir", copy / "dist", copy,
+        cwd=copy.parent,
+    )
     return copy / "dist"
 
 
 @pytest.fixture(scope="module")
 def user(dist, tmp_path_factory):
-    "Runs a command of the environment that holds the wheel and its requirements, in an empty folder."
+    """Runs a command of the environment that holds the wheel and its requirements,
+    in an empty folder."""
     place = tmp_path_factory.mktemp("user")
     env, work = place / "env", place / "work"
     work.mkdir()
     run(sys.executable, "-m", "venv", "--without-pip", env)
     wheel = next(dist.glob("*.whl"))
-    run(sys.executable, "-m", "pip", "--python", env / "bin/python", "install", "-q", "--no-deps", "--no-index", "--disable-pip-version-check", wheel)
+    run(
+        sys.executable, "-m", "pip", "--python", env / "bin/python", "install", "-q", "--no-deps",
+        "--no-index", "--disable-pip-version-check", wheel,
+    )
     site = next(env.glob("lib/python*/site-packages"))
-    (site / "requirements.pth").write_text("\n".join(p for p in sys.path if p.endswith("-packages")))  # .pth files in there are not read: no editable install
-    (site / "without.pth").write_text(f"import sys; sys.modules.update(dict.fromkeys({tuple(DEVELOPMENT)!r}))\n")  # a sitecustomize may be the system's own
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "IN_TEST")} | {"HOME": str(place), "ALTGRAD_CACHE": str(place / "cache")}
+    # .pth files in there are not read: no editable install
+    (site / "requirements.pth").write_text(
+        "\n".join(p for p in sys.path if p.endswith("-packages"))
+    )
+    # a sitecustomize may be the system's own
+    (site / "without.pth").write_text(
+        f"import sys; sys.modules.update(dict.fromkeys({tuple(DEVELOPMENT)!r}))\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "IN_TEST")} | {
+        "HOME": str(place),
+        "ALTGRAD_CACHE": str(place / "cache"),
+    }
     return lambda command, *args: run(env / "bin" / command, *args, cwd=work, env=clean)
 
 
@@ -61,42 +85,71 @@ def test_twine_accepts_both(dist):
 
 
 def test_the_wheel_holds_every_module_and_its_types(dist):
-    inside = {name for name in zipfile.ZipFile(next(dist.glob("*.whl"))).namelist() if not name.startswith("altgrad-")}
-    assert inside == {p.relative_to(ROOT).as_posix() for p in (ROOT / "altgrad").rglob("*.*") if p.suffix in (".py", ".typed")}
+    inside = {
+        name
+        for name in zipfile.ZipFile(next(dist.glob("*.whl"))).namelist()
+        if not name.startswith("altgrad-")
+    }
+    assert inside == {
+        p.relative_to(ROOT).as_posix()
+        for p in (ROOT / "altgrad").rglob("*.*")
+        if p.suffix in (".py", ".typed")
+    }
     assert "altgrad/py.typed" in inside
     with tarfile.open(next(dist.glob("*.tar.gz"))) as sdist:
-        assert {"settings.ini", "setup.py", "README.md", "LICENSE", "CHANGELOG.md"} <= {name.partition("/")[2] for name in sdist.getnames()}
+        assert {"settings.ini", "setup.py", "README.md", "LICENSE", "CHANGELOG.md"} <= {
+            name.partition("/")[2] for name in sdist.getnames()
+        }
 
 
 def test_it_is_the_wheel_that_runs_and_no_development_package_exists(user):
-    where = user("python", "-c", "import altgrad; print(altgrad.__file__, altgrad.__version__)").split()
-    assert "site-packages" in where[0] and str(ROOT) not in where[0] and where[1] == FACTS["version"]
-    with pytest.raises(AssertionError, match="No module named 'pytest'|import of pytest halted"): user("python", "-c", "import pytest")
+    where = user(
+        "python", "-c", "import altgrad; print(altgrad.__file__, altgrad.__version__)"
+    ).split()
+    assert "site-packages" in where[0]
+    assert str(ROOT) not in where[0]
+    assert where[1] == FACTS["version"]
+    with pytest.raises(AssertionError, match="No module named 'pytest'|import of pytest halted"):
+        user("python", "-c", "import pytest")
 
 
 def test_the_command_line_and_the_packaged_configs(user):
     assert "train" in user("altgrad", "--help")
     assert re.search(r"max +57344", user("altgrad", "formats", "E5M2"))
     settings = [word for change in SMALL for word in ("--set", change)]
-    assert "e5m2_fp8" in user("altgrad", "train", "e5m2_fp8", *settings, "--out", "runs", "--wandb", "off")
+    assert "e5m2_fp8" in user(
+        "altgrad", "train", "e5m2_fp8", *settings, "--out", "runs", "--wandb", "off"
+    )
 
 
 def test_the_demo(user):
     settings = [word for change in SMALL for word in ("--set", change)]
-    assert "no gap is shown" in user("altgrad", "compare", "bf16_baseline", "e7m0_fp8", *settings, "--out", "demo", "--wandb", "off")
+    assert "no gap is shown" in user(
+        "altgrad", "compare", "bf16_baseline", "e7m0_fp8", *settings, "--out", "demo", "--wandb",
+        "off",
+    )
 
 
 def test_every_import_is_a_requirement_or_an_extra():
     allowed = {"altgrad"}
-    for key in ("requirements", "ray_requirements", "workspace_requirements", "integrations_requirements", "explore_requirements"):
-        names = [re.match(r"[\w-]+", word)[0].lower().replace("-", "_") for word in FACTS[key].split()]
+    for key in (
+        "requirements", "ray_requirements", "workspace_requirements", "integrations_requirements",
+        "explore_requirements",
+    ):
+        names = [
+            re.match(r"[\w-]+", word)[0].lower().replace("-", "_") for word in FACTS[key].split()
+        ]
         allowed |= {IMPORTED_AS.get(name, name) for name in names}
     found = set()
     for path in (ROOT / "altgrad").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import): found |= {(alias.name.partition(".")[0], path.name) for alias in node.names}
-            if isinstance(node, ast.ImportFrom) and not node.level: found.add((node.module.partition(".")[0], path.name))
-    assert {(name, path) for name, path in found if name not in allowed | sys.stdlib_module_names} == set()
+            if isinstance(node, ast.Import):
+                found |= {(alias.name.partition(".")[0], path.name) for alias in node.names}
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                found.add((node.module.partition(".")[0], path.name))
+    assert {
+        (name, path) for name, path in found if name not in allowed | sys.stdlib_module_names
+    } == set()
 
 
 def test_the_changelog_has_this_version():

@@ -1,4 +1,5 @@
-"""What is the same on every CPU, bit for bit, recomputed here; and every tolerance says where it comes from."""
+"""What is the same on every CPU, bit for bit, recomputed here; and every tolerance says where it
+comes from."""
 import importlib.util
 import json
 import re
@@ -23,7 +24,12 @@ def here(): return portable.exact()
 
 def differences(found: dict[str, str], entries: dict[str, dict]) -> set[tuple[str, str]]:
     "The entries, and what in them is not as it was found."
-    return {(key, name) for key, entry in entries.items() for name in found.keys() | entry["exact"].keys() if entry["exact"].get(name) != found.get(name)}
+    return {
+        (key, name)
+        for key, entry in entries.items()
+        for name in found.keys() | entry["exact"].keys()
+        if entry["exact"].get(name) != found.get(name)
+    }
 
 
 def test_this_machine_computes_the_bits_of_every_stored_one(here):
@@ -33,7 +39,15 @@ def test_this_machine_computes_the_bits_of_every_stored_one(here):
 def test_a_damaged_checksum_is_found(here):
     key = next(iter(ENTRIES))
     for name, value in ENTRIES[key]["exact"].items():
-        damaged = {**ENTRIES, key: {"exact": {**ENTRIES[key]["exact"], name: value[:-1] + "0123456789abcdef"[int(value[-1], 16) - 1]}}}
+        damaged = {
+            **ENTRIES,
+            key: {
+                "exact": {
+                    **ENTRIES[key]["exact"],
+                    name: value[:-1] + "0123456789abcdef"[int(value[-1], 16) - 1],
+                }
+            },
+        }
         assert differences(here, damaged) == {(key, name)}
 
 
@@ -41,85 +55,142 @@ def test_a_checksum_sees_one_bit():
     x = torch.ones(1000)
     y = x.clone()
     y[500] = torch.nextafter(y[500], torch.tensor(2.0))
-    nan = torch.tensor([0x7FC00000, 0x7FC00001, -1], dtype=torch.int32).view(torch.float32)  # NaNs with other bits
+    # NaNs with other bits
+    nan = torch.tensor([0x7FC00000, 0x7FC00001, -1], dtype=torch.int32).view(torch.float32)
     assert portable.checksum(x) == portable.checksum(torch.ones(1000)) != portable.checksum(y)
-    assert portable.checksum(torch.tensor([0.0])) != portable.checksum(torch.tensor([-0.0])) and nan.isnan().all()
+    assert portable.checksum(torch.tensor([0.0])) != portable.checksum(torch.tensor([-0.0]))
+    assert nan.isnan().all()
     assert len({portable.checksum(v.reshape(1)) for v in nan}) == 1
 
 
 def test_inputs_hold_what_decides_a_rounding():
     x = portable.inputs("E4M3")
-    for edge in (1.0625, 448.0, 2.0**-10, 2.0**-6):  # a tie, the largest value, half of the smallest, the smallest normal one
+    # a tie, the largest value, half of the smallest, the smallest normal one
+    for edge in (1.0625, 448.0, 2.0**-10, 2.0**-6):
         near = torch.tensor(edge)
-        assert {edge, torch.nextafter(near, torch.tensor(0.0)).item(), torch.nextafter(near, torch.tensor(1e9)).item()} <= set(x.tolist())
+        assert {
+            edge, torch.nextafter(near, torch.tensor(0.0)).item(),
+            torch.nextafter(near, torch.tensor(1e9)).item(),
+        } <= set(x.tolist())
     tiny = torch.finfo(torch.float32).tiny
-    assert (x.abs() < tiny).any() and (x.abs() > 1e30).any() and x.isnan().any() and x.signbit().any()
+    assert (x.abs() < tiny).any()
+    assert (x.abs() > 1e30).any()
+    assert x.isnan().any()
+    assert x.signbit().any()
 
 
 def test_every_machine_was_measured_in_at_least_five_settings():
     machines = {key.split(" / ")[0] for key in ENTRIES}
     for cpu in machines:
-        mine = {key.split(" / ")[1]: entry for key, entry in ENTRIES.items() if key.startswith(f"{cpu} / ")}
+        mine = {
+            key.split(" / ")[1]: entry
+            for key, entry in ENTRIES.items()
+            if key.startswith(f"{cpu} / ")
+        }
         assert len(mine) >= 5 and "as it is" in mine and set(mine) <= set(portable.SETTINGS)
         for setting, entry in mine.items():
-            assert entry["setting"] == setting and entry["cpu"] == cpu and entry["versions"]["torch"] and len(entry["commit"]) == 40
-            assert entry["threads"] == int(portable.SETTINGS[setting].get("OMP_NUM_THREADS", 1)) and all(2 < loss < 6 for loss in entry["losses"].values())
+            assert entry["setting"] == setting
+            assert entry["cpu"] == cpu
+            assert entry["versions"]["torch"]
+            assert len(entry["commit"]) == 40
+            assert entry["threads"] == int(portable.SETTINGS[setting].get("OMP_NUM_THREADS", 1))
+            assert all(2 < loss < 6 for loss in entry["losses"].values())
 
 
 def test_the_proof_came_out_the_same_on_another_cpu():
     first, *others = STORED["proofs"].values()
-    assert others and len({proof["code"] for proof in STORED["proofs"].values()}) == 1, "the same code, on two machines"
+    assert others and len({proof["code"] for proof in STORED["proofs"].values()}) == 1, (
+        "the same code, on two machines"
+    )
     assert all(proof["results"] == first["results"] for proof in others)
-    assert len(first["results"]) == 6 and all(result["mismatches"] == 0 for result in first["results"].values())
+    assert len(first["results"]) == 6
+    assert all(result["mismatches"] == 0 for result in first["results"].values())
     assert sum("standard_errors" in result for result in first["results"].values()) == 4
     assert len({proof["machine"]["cpu"] for proof in STORED["proofs"].values()}) > 1
 
 
 def test_the_demo_that_two_cpus_ran_is_one_run():
     first, *others = STORED["demos"].values()
-    assert others and all((run["seed"], run["corpus"], len(run["loss"])) == (first["seed"], first["corpus"], 300) for run in others)
+    assert others
+    assert all(
+        (run["seed"], run["corpus"], len(run["loss"])) == (first["seed"], first["corpus"], 300)
+        for run in others
+    )
 
 
 def test_the_lists_name_what_exists():
-    assert all((ROOT / f"nbs/{name}.ipynb").is_file() for name in portable.NOTEBOOKS) and set(portable.QUICK) <= set(portable.NOTEBOOKS)
-    assert all((ROOT / f"tests/{name}.py").is_file() for name in portable.TESTS) and set(portable.QUICK_SETTINGS) <= set(portable.SETTINGS)
+    assert all((ROOT / f"nbs/{name}.ipynb").is_file() for name in portable.NOTEBOOKS)
+    assert set(portable.QUICK) <= set(portable.NOTEBOOKS)
+    assert all((ROOT / f"tests/{name}.py").is_file() for name in portable.TESTS)
+    assert set(portable.QUICK_SETTINGS) <= set(portable.SETTINGS)
 
 
 def test_a_setting_replaces_what_the_environment_says(monkeypatch):
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    plain, least = portable.environment("as it is"), portable.environment("all three at their least")
-    assert "MKL_CBWR" not in plain and plain["OMP_NUM_THREADS"] == "1" and least["MKL_CBWR"] == "COMPATIBLE" and least["ATEN_CPU_CAPABILITY"] == "default"
+    plain = portable.environment("as it is")
+    least = portable.environment("all three at their least")
+    assert "MKL_CBWR" not in plain
+    assert plain["OMP_NUM_THREADS"] == "1"
+    assert least["MKL_CBWR"] == "COMPATIBLE"
+    assert least["ATEN_CPU_CAPABILITY"] == "default"
 
 
 def test_a_failing_notebook_fails_the_run(monkeypatch, capsys):
-    monkeypatch.setattr(portable, "run", lambda setting, name: (int(name == "bad"), 1.0, "why it failed"))
+    monkeypatch.setattr(
+        portable, "run", lambda setting, name: (int(name == "bad"), 1.0, "why it failed")
+    )
     assert portable.run_all(["as it is", "two threads"], ["good", "bad"]) == 2
     said = capsys.readouterr().out
-    assert "1/2" in said and said.count("why it failed") == 2 and portable.run_all(["as it is"], ["good"]) == 0
-    monkeypatch.setattr(portable, "run", lambda setting, name: (1, 1.0, f"error: {portable.TORCH_CANNOT}"))
-    assert portable.run_all(["as it is"], ["good"]) == 0 and "0/1" in capsys.readouterr().out  # neither failed nor passed
+    assert "1/2" in said
+    assert said.count("why it failed") == 2
+    assert portable.run_all(["as it is"], ["good"]) == 0
+    monkeypatch.setattr(
+        portable, "run", lambda setting, name: (1, 1.0, f"error: {portable.TORCH_CANNOT}")
+    )
+    # neither failed nor passed
+    assert portable.run_all(["as it is"], ["good"]) == 0
+    assert "0/1" in capsys.readouterr().out
 
 
-BARE = re.compile(r"\b(rtol|atol|rel_tol|abs_tol|abs|rel)=\d[\d.]*e-\d+|assert\b.*\babs\(.*<=? \d[\d.]*e-\d+")
+BARE = re.compile(
+    r"\b(rtol|atol|rel_tol|abs_tol|abs|rel)=\d[\d.]*e-\d+|assert\b.*\babs\(.*<=? \d[\d.]*e-\d+"
+)
 
 
 def lines() -> list[tuple[str, str, str]]:
     "Place, line and the line above it, of the code of tests and notebooks."
-    files = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py") if path != Path(__file__).resolve()}
+    files = {
+        path.name: path.read_text(encoding="utf-8")
+        for path in (ROOT / "tests").glob("*.py")
+        if path != Path(__file__).resolve()
+    }
     for path in (ROOT / "nbs").rglob("*.ipynb"):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        files[str(path.relative_to(ROOT))] = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    return [(name, line, above) for name, text in files.items() for above, line in zip(["", *text.splitlines()], text.splitlines())]
+        files[str(path.relative_to(ROOT))] = "\n".join(
+            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"
+        )
+    return [
+        (name, line, above)
+        for name, text in files.items()
+        for above, line in zip(["", *text.splitlines()], text.splitlines())
+    ]
 
 
 def is_unexplained(line: str, above: str) -> bool:
-    "Whether a line compares with a decimal tolerance and no comment, there or above, says where that comes from."
-    return bool(BARE.search(line)) and not re.search(r"\s# \w", line) and not above.strip().startswith("# ")
+    """Whether a line compares with a decimal tolerance and no comment,
+    there or above, says where that comes from."""
+    return (
+        bool(BARE.search(line))
+        and not re.search(r"\s# \w", line)
+        and not above.strip().startswith("# ")
+    )
 
 
 def test_every_tolerance_says_where_it_comes_from():
-    assert [(name, line.strip()) for name, line, above in lines() if is_unexplained(line, above)] == []
+    assert [
+        (name, line.strip()) for name, line, above in lines() if is_unexplained(line, above)
+    ] == []
 
 
 @pytest.mark.parametrize("line, unexplained", [

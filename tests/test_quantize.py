@@ -1,4 +1,5 @@
-"""One named test for every trap of rounding, for bugs that other libraries had, and for the paths and transforms that must not change a bit."""
+"""One named test for every trap of rounding, for bugs that other libraries had, and for the paths
+and transforms that must not change a bit."""
 import math
 import os
 import subprocess
@@ -35,14 +36,19 @@ def rounded(values, fmt, *args, dtype=torch.float32, **kwargs):
 
 def same_bits(a, b):
     "Equal in every bit, but for the payload of a NaN."
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)) and torch.equal(a.signbit(), b.signbit())
+    return (
+        torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
+        and torch.equal(a.signbit(), b.signbit())
+    )
 
 
 # traps
 
 
 def test_double_rounding(path):
-    # 1 + 2^-4 + 2^-30 is above the tie of E4M3 in float64; through float32 it would become the tie, and go down
+    # 1 + 2^-4 + 2^-30 is above the tie of E4M3 in float64; through float32 it would become the tie,
+    # and go down
     assert rounded([1 + 2**-4 + 2**-30], "E4M3", dtype=torch.float64) == [1.125]
     assert rounded([1 + 2**-4], "E4M3", dtype=torch.float64) == [1.0]
     # through bfloat16 first, 1.0635 would become the tie 1.0625 and go down
@@ -51,7 +57,9 @@ def test_double_rounding(path):
 
 def test_exponent_is_not_floor_of_log2(path):
     below = [torch.tensor(2.0**e).nextafter(torch.tensor(0.0)).item() for e in range(-6, 9)]
-    assert rounded(below, "E4M3", rounding="toward_zero") == [2.0**e - 2.0 ** (max(e - 1, -6) - 3) for e in range(-6, 9)]
+    assert rounded(below, "E4M3", rounding="toward_zero") == [
+        2.0**e - 2.0 ** (max(e - 1, -6) - 3) for e in range(-6, 9)
+    ]
     assert rounded(below, "E4M3") == [2.0**e for e in range(-6, 9)]
 
 
@@ -63,10 +71,15 @@ def test_ties_without_mantissa_go_to_the_even_code(path):
 def test_top_of_e4m3(path):
     x = [448.0, 463.9, 464.0, 464.1, 480.0, 1e9]
     assert rounded(x, "E4M3") == [448.0] * 6
-    assert [math.isnan(v) for v in rounded(x, "E4M3", overflow="special")] == [False, False, False, True, True, True]
-    assert rounded([464.1, 1e9, -1e9], "E4M3", overflow="special", rounding="toward_zero") == [448.0, 448.0, -448.0]
+    assert [math.isnan(v) for v in rounded(x, "E4M3", overflow="special")] == [
+        False, False, False, True, True, True
+    ]
+    assert rounded([464.1, 1e9, -1e9], "E4M3", overflow="special", rounding="toward_zero") == [
+        448.0, 448.0, -448.0
+    ]
     assert fake_quantize(torch.tensor([464.0]), "E4M3", overflow="raise").item() == 448
-    with pytest.raises(OverflowError, match="1 of 1 values round beyond E4M3's max 448"): fake_quantize(torch.tensor([480.0]), "E4M3", overflow="raise")
+    with pytest.raises(OverflowError, match="1 of 1 values round beyond E4M3's max 448"):
+        fake_quantize(torch.tensor([480.0]), "E4M3", overflow="raise")
 
 
 def test_minus_zero_is_kept_and_no_underflow(path):
@@ -74,13 +87,19 @@ def test_minus_zero_is_kept_and_no_underflow(path):
         y, stats = quantize_stats(torch.tensor([0.0, -0.0]), "E4M3", rounding=mode)
         assert y.signbit().tolist() == [False, True] and stats.underflow == 0
     y, stats = quantize_stats(torch.tensor([1e-9, -1e-9]), "E4M3")
-    assert y.tolist() == [0.0, 0.0] and y.signbit().tolist() == [False, True] and stats.underflow == 2
+    assert y.tolist() == [0.0, 0.0]
+    assert y.signbit().tolist() == [False, True]
+    assert stats.underflow == 2
     assert not fake_quantize(torch.tensor([-0.0, -1e-9]), "float8_e4m3fnuz").signbit().any()
 
 
 def test_subnormal_numbers_are_not_flushed_to_zero(path):
     tiny = 2.0**-149
-    assert rounded([tiny, 3 * tiny], "E4M3", 2 * tiny) == rounded([tiny, 3 * tiny], "E4M3", torch.tensor(2 * tiny)) == [tiny, 3 * tiny]
+    assert (
+        rounded([tiny, 3 * tiny], "E4M3", 2 * tiny)
+        == rounded([tiny, 3 * tiny], "E4M3", torch.tensor(2 * tiny))
+        == [tiny, 3 * tiny]
+    )
     assert rounded([1e-40], "E4M3", 2.0**-130)[0] > 0
     assert rounded([tiny, -tiny], "E4M3", rounding="up") == [2.0**-9, -0.0]
     assert rounded([tiny], "bfloat16") == [0.0] and rounded([2.0**-133], "bfloat16") == [2.0**-133]
@@ -90,7 +109,10 @@ def test_e1m6_is_e0m7_up_to_scale(path):
     x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     for mode in ROUNDING:
         key = 3 if mode == "stochastic" else None
-        assert same_bits(fake_quantize(x, "E0M7", 4.0, rounding=mode, key=key), fake_quantize(x, "E1M6", 1.0, rounding=mode, key=key)), mode
+        assert same_bits(
+            fake_quantize(x, "E0M7", 4.0, rounding=mode, key=key),
+            fake_quantize(x, "E1M6", 1.0, rounding=mode, key=key),
+        ), mode
 
 
 # bugs that other libraries had
@@ -109,7 +131,8 @@ def test_half_is_not_added_before_floor(path):
 
 def test_nan_stays_nan(path):
     for name, fmt in FORMATS.items():
-        for mode in DETERMINISTIC: assert math.isnan(rounded([math.nan], fmt, rounding=mode)[0]), name
+        for mode in DETERMINISTIC:
+            assert math.isnan(rounded([math.nan], fmt, rounding=mode)[0]), name
     assert math.isnan(rounded([math.nan], "E5M2", overflow="raise")[0])
 
 
@@ -120,12 +143,18 @@ def test_three_stays_positive(path):
 
 def test_no_zero_and_no_sign(path):
     low = 2.0**-127
-    assert rounded([0.0, -0.0, -5.0, low / 2, 1.5, 3.0, math.inf], "float8_e8m0fnu") == [low, low, low, low, 2.0, 2.0, 2.0**127]
-    assert [math.isnan(v) for v in rounded([0.0, -1.0, math.inf], "float8_e8m0fnu", overflow="special")] == [False, True, True]
+    assert rounded([0.0, -0.0, -5.0, low / 2, 1.5, 3.0, math.inf], "float8_e8m0fnu") == [
+        low, low, low, low, 2.0, 2.0, 2.0**127
+    ]
+    assert [
+        math.isnan(v) for v in rounded([0.0, -1.0, math.inf], "float8_e8m0fnu", overflow="special")
+    ] == [False, True, True]
 
 
 def test_twos_complement(path):
-    assert rounded([-2.0, -9.0, 9.0, 1 / 128, 3 / 128, -1e-9], "mxint8") == [-2.0, -2.0, 127 / 64, 0.0, 2 / 64, 0.0]
+    assert rounded([-2.0, -9.0, 9.0, 1 / 128, 3 / 128, -1e-9], "mxint8") == [
+        -2.0, -2.0, 127 / 64, 0.0, 2 / 64, 0.0
+    ]
 
 
 # paths
@@ -133,9 +162,19 @@ def test_twos_complement(path):
 
 def hard_inputs(fmt):
     v = fmt.table[: fmt.last_finite + 1]
-    middle = torch.cat([v, (v[1:] + v[:-1]) / 2, torch.tensor([fmt.max * 1.01, fmt.max * 2, 1e-45, 1e-39, 3e38, math.inf, math.nan])]).float()
-    near = torch.cat([middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(math.inf))])
-    return torch.cat([near, -near, torch.randn(1000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, 1000)])
+    middle = torch.cat([
+        v, (v[1:] + v[:-1]) / 2,
+        torch.tensor([fmt.max * 1.01, fmt.max * 2, 1e-45, 1e-39, 3e38, math.inf, math.nan]),
+    ]).float()
+    near = torch.cat([
+        middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(math.inf))
+    ])
+    return torch.cat([
+        near,
+        -near,
+        torch.randn(1000, generator=torch.Generator().manual_seed(0))
+        * torch.logspace(-40, 38, 1000),
+    ])
 
 
 @pytest.mark.parametrize("mode", ROUNDING)
@@ -151,7 +190,10 @@ def test_compiled_equals_eager(mode, overflow):
             assert not K.state["broken"]
             set_path(before)
         a, b = results
-        if fmt.code_minus_zero is None: a, b = a.nan_to_num(7e7), b.nan_to_num(7e7)  # a NaN's sign is no result there
+        if fmt.code_minus_zero is None:
+            # a NaN's sign is no result there
+            a = a.nan_to_num(7e7)
+            b = b.nan_to_num(7e7)
         assert same_bits(a, b), name
 
 
@@ -160,19 +202,33 @@ def test_chunks_and_layouts_change_nothing():
     for mode in ROUNDING:
         k = key if mode == "stochastic" else None
         whole = fake_quantize(x, "E4M3", 0.1, rounding=mode, key=k)
-        assert torch.equal(fake_quantize(x.t().contiguous().t(), "E4M3", 0.1, rounding=mode, key=k), whole)
-        assert torch.equal(fake_quantize(x, "E4M3", torch.full((700, 1), 0.1), rounding=mode, key=k), whole)
-        assert torch.equal(fake_quantize(x, "E4M3", torch.full((1, 400), 0.1), rounding=mode, key=k), whole)
+        assert torch.equal(
+            fake_quantize(x.t().contiguous().t(), "E4M3", 0.1, rounding=mode, key=k), whole
+        )
+        assert torch.equal(
+            fake_quantize(x, "E4M3", torch.full((700, 1), 0.1), rounding=mode, key=k), whole
+        )
+        assert torch.equal(
+            fake_quantize(x, "E4M3", torch.full((1, 400), 0.1), rounding=mode, key=k), whole
+        )
         assert torch.equal(fake_quantize(x[:10], "E4M3", 0.1, rounding=mode, key=k), whole[:10])
     assert fake_quantize(x.t(), "E4M3").stride() == x.t().stride()
-    assert torch.equal(uniform(torch.Size([700, 400]), key)[:3], uniform(torch.Size([3, 400]), torch.tensor(key)))
+    assert torch.equal(
+        uniform(torch.Size([700, 400]), key)[:3], uniform(torch.Size([3, 400]), torch.tensor(key))
+    )
 
 
 def test_no_compiler_means_eager_and_one_warning():
-    code = ("import warnings, torch\nfrom altgrad.numbers.quantize import *\nset_path('compiled')\nx = torch.linspace(-1, 1, 4096)\n"
-            "with warnings.catch_warnings(record=True) as seen:\n    warnings.simplefilter('always')\n    ys = [fake_quantize(x, 'E4M3') for _ in range(3)]\n"
-            "mine = [w for w in seen if 'altgrad computes eagerly' in str(w.message)]\nset_path('eager')\n"
-            "assert len(mine) == 1, len(mine)\nassert all(torch.equal(y, fake_quantize(x, 'E4M3')) for y in ys)")
+    code = (
+        "import warnings, torch\nfrom altgrad.numbers.quantize import *\nset_path('compiled')\nx = "
+        "torch.linspace(-1, 1, 4096)\n"
+        "with warnings.catch_warnings(record=True) as seen:\n    warnings.simplefilter('always')\n "
+        "   ys = [fake_quantize(x, 'E4M3') for _ in range(3)]\n"
+        "mine = [w for w in seen if 'altgrad computes eagerly' in "
+        "str(w.message)]\nset_path('eager')\n"
+        "assert len(mine) == 1, len(mine)\nassert all(torch.equal(y, fake_quantize(x, 'E4M3')) for "
+        "y in ys)"
+    )
     env = os.environ | {"CXX": "no-such-compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert not done.returncode, done.stderr[-1500:]
@@ -190,7 +246,11 @@ def test_gradients_are_the_stated_ones():
     for name in FORMATS:
         fmt = FORMATS[name]
         for function, factor in ((fake_quantize, 1.0), (quantize, 0.25)):
-            x = (torch.tensor([0.3, 3.0, 1e-3, -0.2, math.inf, math.nan]) * fmt.max).clamp(max=1e38).requires_grad_()
+            x = (
+                (torch.tensor([0.3, 3.0, 1e-3, -0.2, math.inf, math.nan]) * fmt.max)
+                .clamp(max=1e38)
+                .requires_grad_()
+            )
             scale = torch.tensor(1 / factor, requires_grad=True)
             function(x, fmt, scale).backward(incoming)
             assert torch.equal(x.grad, incoming / (1 / factor)) and scale.grad is None, name
@@ -206,18 +266,29 @@ def test_operator_and_bypass_have_the_same_gradient():
             grads = []
             for call in (torch.ops.altgrad.fake_quantize, K._Estimator.apply):
                 leaf = x.clone().requires_grad_()
-                call(leaf, torch.tensor(1.0), None, "E4M3b7fn", "nearest", "saturate", 24, 0, multiply, gradient).sum().backward()
+                call(
+                    leaf, torch.tensor(1.0), None, "E4M3b7fn", "nearest", "saturate", 24, 0,
+                    multiply, gradient,
+                ).sum().backward()
                 grads.append(leaf.grad)
-            assert torch.equal(*grads) and grads[0].tolist() == ([1, 1, 0, 0, 1] if gradient == "clipped" else [1] * 5)
+            assert torch.equal(*grads)
+            assert grads[0].tolist() == ([1, 1, 0, 0, 1] if gradient == "clipped" else [1] * 5)
 
 
 def test_compiled_training_step_has_one_graph_for_all_keys():
     counter = torch._dynamo.testing.CompileCounter()
-    step = torch.compile(lambda x, key: fake_quantize(x, "E4M3", 0.5, rounding="stochastic", key=key), fullgraph=True, backend=counter)
+    step = torch.compile(
+        lambda x, key: fake_quantize(x, "E4M3", 0.5, rounding="stochastic", key=key),
+        fullgraph=True,
+        backend=counter,
+    )
     x = torch.randn(8, 8)
     for i in range(5):
         key = rounding_key(0, torch.tensor(i))
-        assert torch.equal(step(x, key), fake_quantize(x, "E4M3", 0.5, rounding="stochastic", key=rounding_key(0, i)))
+        assert torch.equal(
+            step(x, key),
+            fake_quantize(x, "E4M3", 0.5, rounding="stochastic", key=rounding_key(0, i)),
+        )
     assert counter.frame_count == 1
 
 
@@ -226,7 +297,13 @@ def test_one_kernel_serves_formats_lengths_and_scales():
     K._compiled.cache_clear()
     counts = torch._dynamo.utils.counters
     counts.clear()
-    for n, name, scale in ((1000, "E4M3", 0.3), (2000, "E2M5", 0.7), (777, "E0M7", 0.9), (5000, "E5M2", 1.3)): fake_quantize(torch.randn(n), name, scale)
+    for n, name, scale in (
+        (1000, "E4M3", 0.3),
+        (2000, "E2M5", 0.7),
+        (777, "E0M7", 0.9),
+        (5000, "E5M2", 1.3),
+    ):
+        fake_quantize(torch.randn(n), name, scale)
     set_path(before)
     assert counts["stats"]["unique_graphs"] == 1
 
@@ -244,22 +321,30 @@ def test_export_holds_the_operator():
 def test_fake_tensors_and_inference_mode():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(): assert fake_quantize(torch.empty(3, 4, dtype=torch.bfloat16), "E4M3", 0.5).shape == (3, 4)
+    with FakeTensorMode():
+        assert fake_quantize(torch.empty(3, 4, dtype=torch.bfloat16), "E4M3", 0.5).shape == (3, 4)
     with torch.inference_mode(): assert rounded([1.07], "E4M3") == [1.125]
-    assert torch.equal(torch.func.vmap(lambda x: fake_quantize(x, "E4M3"))(torch.ones(2, 3)), torch.ones(2, 3))
+    assert torch.equal(
+        torch.func.vmap(lambda x: fake_quantize(x, "E4M3"))(torch.ones(2, 3)), torch.ones(2, 3)
+    )
 
 
 def test_nested_vmap_draws_what_each_draws_alone():
     x, keys = torch.randn(3, 2, 50), torch.tensor([rounding_key(i) for i in range(4)])
     one = lambda x, k: fake_quantize(x, "E2M5", 0.1, rounding="stochastic", key=k)
     nested = torch.func.vmap(torch.func.vmap(one, in_dims=(0, None)), in_dims=(None, 0))(x, keys)
-    assert torch.equal(nested, torch.stack([torch.stack([one(m, int(k)) for m in x]) for k in keys]))
+    assert torch.equal(
+        nested, torch.stack([torch.stack([one(m, int(k)) for m in x]) for k in keys])
+    )
 
 
 def test_unregistered_format_travels_through_the_operator():
     fmt = FP8Format("mine", 4, 2, bias=3, specials="fn")
     x = torch.randn(100)
-    assert torch.equal(torch.compile(lambda x: fake_quantize(x, fmt), backend="eager", fullgraph=True)(x), fake_quantize(x, fmt))
+    assert torch.equal(
+        torch.compile(lambda x: fake_quantize(x, fmt), backend="eager", fullgraph=True)(x),
+        fake_quantize(x, fmt),
+    )
 
 
 def test_auto_compiles_for_large_tensors_after_many(monkeypatch):
@@ -271,7 +356,9 @@ def test_auto_compiles_for_large_tensors_after_many(monkeypatch):
         for n in (999, 1000, 999, 1500, 999):
             assert not K.worth_compiling(torch.empty(n))
             fake_quantize(torch.zeros(n), "E4M3")
-        assert K.worth_compiling(torch.empty(1000)) and not K.worth_compiling(torch.empty(999)) and not K.worth_compiling(torch.empty(2000, device="meta"))
+        assert K.worth_compiling(torch.empty(1000))
+        assert not K.worth_compiling(torch.empty(999))
+        assert not K.worth_compiling(torch.empty(2000, device="meta"))
     finally: set_path(before)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,5 @@
-"""Scales, recipes and blocks against exact arithmetic and the standards, written a second time here; and what `recommend_format` promises."""
+"""Scales, recipes and blocks against exact arithmetic and the standards, written a second time
+here; and what `recommend_format` promises."""
 import io
 import json
 import math
@@ -21,9 +22,20 @@ from altgrad.numbers.scaling import (
 )
 
 RESULTS = Path(__file__).resolve().parent.parent / "nbs/results/power_of_the_exponent.json"
-MEMORIES = {"max": lambda: AmaxHistory(16), "recent": lambda: AmaxHistory(3, "most_recent"), "average": AmaxAverage, "now": AmaxNow, "first": AmaxFirst}
-MX = {"E4M3": (8, 448, ml_dtypes.float8_e4m3fn), "E5M2": (15, 57344, ml_dtypes.float8_e5m2), "float6_e2m3fn": (2, 7.5, ml_dtypes.float6_e2m3fn),
-      "float6_e3m2fn": (4, 28, ml_dtypes.float6_e3m2fn), "float4_e2m1fn": (2, 6, ml_dtypes.float4_e2m1fn)}  # emax and max of OCP MX 1.0, table 1
+MEMORIES = {
+    "max": lambda: AmaxHistory(16),
+    "recent": lambda: AmaxHistory(3, "most_recent"),
+    "average": AmaxAverage,
+    "now": AmaxNow,
+    "first": AmaxFirst,
+}
+MX = {
+    "E4M3": (8, 448, ml_dtypes.float8_e4m3fn),
+    "E5M2": (15, 57344, ml_dtypes.float8_e5m2),
+    "float6_e2m3fn": (2, 7.5, ml_dtypes.float6_e2m3fn),
+    "float6_e3m2fn": (4, 28, ml_dtypes.float6_e3m2fn),
+    "float4_e2m1fn": (2, 6, ml_dtypes.float4_e2m1fn),
+}  # emax and max of OCP MX 1.0, table 1
 
 
 def generator(seed=0): return torch.Generator().manual_seed(seed)
@@ -33,7 +45,9 @@ def magnitudes(seed=0, n=400):
     "Positive float32 over its whole normal range, with powers of two and their neighbours."
     x = torch.exp2(torch.rand(n, generator=generator(seed)) * 250 - 125)
     powers = torch.exp2(torch.arange(-120, 121, 8).float())
-    return torch.cat([x, powers, powers.nextafter(torch.tensor(0.0)), powers.nextafter(torch.tensor(torch.inf))])
+    return torch.cat([
+        x, powers, powers.nextafter(torch.tensor(0.0)), powers.nextafter(torch.tensor(torch.inf))
+    ])
 
 
 def normal(fmt): return fmt.max <= 2.0**100
@@ -62,7 +76,8 @@ def test_the_scale_depends_on_the_value_and_not_on_its_dtype(dtype):
     amax = torch.tensor([0.0, 0.02, 1.5, 448.0, 500.0, 60000.0]).to(dtype)
     for kind in KINDS:
         got = compute_scale(amax, "E4M3", kind)
-        assert got.dtype == torch.float32 and torch.equal(got, compute_scale(amax.double(), "E4M3", kind))
+        assert got.dtype == torch.float32
+        assert torch.equal(got, compute_scale(amax.double(), "E4M3", kind))
 
 
 # granularity
@@ -75,25 +90,32 @@ def test_blocks_against_a_loop(shape, block):
     for dim in range(-len(shape), len(shape)):
         amax = amax_of(x, block, dim)
         assert amax.shape[dim] == -(-shape[dim] // block)
-        for i, part in enumerate(x.split(block, dim)): assert torch.equal(amax.select(dim, i), part.abs().amax(dim))
+        for i, part in enumerate(x.split(block, dim)):
+            assert torch.equal(amax.select(dim, i), part.abs().amax(dim))
         scale = scale_of(x, "E4M3", block, dim)
         assert scale.shape == x.shape
         for part, s in zip(x.split(block, dim), scale.split(block, dim)):
-            assert torch.equal(s, compute_scale(part.abs().amax(dim, keepdim=True), "E4M3").expand_as(s))
+            assert torch.equal(
+                s, compute_scale(part.abs().amax(dim, keepdim=True), "E4M3").expand_as(s)
+            )
 
 
 def test_channels_and_tensors():
     x = torch.randn(4, 6, 3, 3, generator=generator(2))
-    assert torch.equal(amax_of(x, "channel", (1, 2, 3)), x.abs().amax((1, 2, 3), keepdim=True)) and amax_of(x, "channel", 1).shape == (4, 1, 3, 3)
+    assert torch.equal(amax_of(x, "channel", (1, 2, 3)), x.abs().amax((1, 2, 3), keepdim=True))
+    assert amax_of(x, "channel", 1).shape == (4, 1, 3, 3)
     assert torch.equal(scale_of(x, "E5M2"), compute_scale(x.abs().max(), "E5M2"))
     fake_quantize(x, "E4M3", scale_of(x, "E4M3", "channel", (1, 2, 3)), overflow="raise")
     x[0, 0, 0, 0] = torch.nan
-    assert amax_of(x).isnan() and amax_of(x, "channel", (1, 2, 3)).isnan().sum() == 1 and (scale_of(x, "E4M3", "channel", (1, 2, 3))[0] == 1).all()
+    assert amax_of(x).isnan()
+    assert amax_of(x, "channel", (1, 2, 3)).isnan().sum() == 1
+    assert (scale_of(x, "E4M3", "channel", (1, 2, 3))[0] == 1).all()
 
 
 @pytest.mark.parametrize("bad", ["row", 0, -1, 2.0, None])
 def test_a_wrong_granularity_is_named(bad):
-    with pytest.raises(InputError, match="tensor, channel, a block's length"): amax_of(torch.ones(4), bad)
+    with pytest.raises(InputError, match="tensor, channel, a block's length"):
+        amax_of(torch.ones(4), bad)
     with pytest.raises(InputError, match="with elements"): amax_of(torch.ones(0), "tensor")
 
 
@@ -108,14 +130,23 @@ def mx_reference(row, name):
         part = row[i:i + 32].astype(np.float64)
         amax = np.abs(part).max()
         shared = min(max(math.frexp(amax)[1] - 1 - emax, -127), 127) if amax else 0
-        q = np.clip(np.ldexp(part, -shared), -top, top).astype(np.float32).astype(dtype).astype(np.float64)
+        q = (
+            np
+            .clip(np.ldexp(part, -shared), -top, top)
+            .astype(np.float32)
+            .astype(dtype)
+            .astype(np.float64)
+        )
         out[i:i + 32] = np.ldexp(q, shared).astype(np.float32)
     return out
 
 
 @pytest.mark.parametrize("name", MX)
 def test_mx_blocks_at_every_exponent(name):
-    x = torch.randn(250, 75, generator=generator(3)) * torch.exp2(torch.arange(-126, 124).float())[:, None]
+    x = (
+        torch.randn(250, 75, generator=generator(3))
+        * torch.exp2(torch.arange(-126, 124).float())[:, None]
+    )
     x[3, :32], x[:, 0] = 0, 0
     x[::2, 1] = torch.exp2(torch.arange(-126, 124, 2).float()).nextafter(torch.tensor(0.0))
     got = fake_quantize(x, name, mx_scale(x, name))
@@ -127,25 +158,38 @@ def test_mx_scales_are_e8m0_numbers():
     x = torch.tensor([[2.0**-149] * 32 + [3e38] * 32])
     for name in MX:
         scale = mx_scale(x, name)
-        assert torch.equal(torch.from_numpy(scale.numpy().astype(ml_dtypes.float8_e8m0fnu).astype(np.float32)), scale)
+        assert torch.equal(
+            torch.from_numpy(scale.numpy().astype(ml_dtypes.float8_e8m0fnu).astype(np.float32)),
+            scale,
+        )
 
 
 def test_the_example_of_the_notebook_saturates():
     x = torch.tensor([[500.0] + [1.0] * 31])
-    assert mx_scale(x, "E4M3")[0, 0] == 1 and fake_quantize(x, "E4M3", mx_scale(x, "E4M3"))[0, 0] == 448
+    assert mx_scale(x, "E4M3")[0, 0] == 1
+    assert fake_quantize(x, "E4M3", mx_scale(x, "E4M3"))[0, 0] == 448
     assert compute_scale(torch.tensor(500.0), "E4M3") == 2
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_nvfp4_has_two_levels(dim):
-    x = torch.randn(50, 41, generator=generator(4)) * torch.randn(50, 41, generator=generator(5)).exp()
+    x = (
+        torch.randn(50, 41, generator=generator(4))
+        * torch.randn(50, 41, generator=generator(5)).exp()
+    )
     scale = nvfp4_scale(x, dim=dim)
     whole = x.abs().max() / (448 * 6)
     for part, s in zip(x.split(16, dim), scale.split(16, dim)):
-        level = (part.abs().amax(dim, keepdim=True) / 6 / whole).numpy().astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        level = (
+            (part.abs().amax(dim, keepdim=True) / 6 / whole)
+            .numpy()
+            .astype(ml_dtypes.float8_e4m3fn)
+            .astype(np.float32)
+        )
         assert torch.equal(s, (torch.from_numpy(level).clamp(min=2.0**-9) * whole).expand_as(s))
     assert (scale.amax() / whole) == 448
-    assert (nvfp4_scale(torch.zeros(3, 20)) > 0).all() and (nvfp4_scale(torch.full((3, 20), 1e-44)) > 0).all()
+    assert (nvfp4_scale(torch.zeros(3, 20)) > 0).all()
+    assert (nvfp4_scale(torch.full((3, 20), 1e-44)) > 0).all()
 
 
 # recipes
@@ -161,7 +205,9 @@ def stream(steps=40, shape=(3,)):
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 1, 3])
 def test_delayed_scaling_is_transformer_engines(algo, margin):
-    ours, ring, multiplier = Scaling("E4M3", AmaxHistory(5, algo), margin=margin, kind="exact"), np.zeros(5), 1.0
+    ours = Scaling("E4M3", AmaxHistory(5, algo), margin=margin, kind="exact")
+    ring = np.zeros(5)
+    multiplier = 1.0
     for a in torch.exp(3 * torch.randn(100, generator=generator(8))).tolist() + [0.0] * 8 + [2.0]:
         ring[0] = a
         amax = ring.max() if algo == "max" else ring[0]
@@ -176,7 +222,8 @@ def test_delayed_scaling_is_transformer_engines(algo, margin):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 1, 4)])
 def test_resumed_is_uninterrupted_through_a_file(make, kind, shape):
-    whole, later = Scaling("E5M2", make(), margin=1, kind=kind), Scaling("E5M2", make(), margin=1, kind=kind)
+    whole = Scaling("E5M2", make(), margin=1, kind=kind)
+    later = Scaling("E5M2", make(), margin=1, kind=kind)
     for t, a in enumerate(stream(shape=shape)):
         if t == 13:
             file = io.BytesIO()
@@ -185,12 +232,17 @@ def test_resumed_is_uninterrupted_through_a_file(make, kind, shape):
         used = whole.step(a)
         if t >= 13:
             assert torch.equal(later.step(a), used) and torch.equal(later.scale, whole.scale)
-        assert whole.scale.shape == shape and (whole.scale > 0).all() and whole.scale.isfinite().all()
+        assert whole.scale.shape == shape
+        assert (whole.scale > 0).all()
+        assert whole.scale.isfinite().all()
 
 
 def test_a_state_of_another_recipe_is_refused():
     state = Scaling("E4M3").state_dict()
-    for other in (Scaling("E5M2"), Scaling("E4M3", AmaxHistory(8)), Scaling("E4M3", AmaxNow()), Scaling("E4M3", margin=1), Scaling("E4M3", kind="exact")):
+    for other in (
+        Scaling("E5M2"), Scaling("E4M3", AmaxHistory(8)), Scaling("E4M3", AmaxNow()),
+        Scaling("E4M3", margin=1), Scaling("E4M3", kind="exact"),
+    ):
         with pytest.raises(InputError, match="the state is that of"): other.load_state_dict(state)
     Scaling("e4m3").load_state_dict(state)
 
@@ -237,7 +289,9 @@ def test_no_value_is_asked_of_the_device(make):
         s = Scaling("E4M3", make(), kind=kind)
         with NoWaiting():
             for _ in range(3): s.step(amax_of(x, "channel"))
-            mx_scale(x, "E4M3"), nvfp4_scale(x), scale_of(x, "E4M3", 32, kind=kind)
+            mx_scale(x, "E4M3")
+            nvfp4_scale(x)
+            scale_of(x, "E4M3", 32, kind=kind)
 
 
 # choosing
@@ -246,21 +300,28 @@ def test_no_value_is_asked_of_the_device(make):
 def test_the_ranking_does_not_depend_on_units():
     x = torch.randn(5000, generator=generator(10))
     a, b = recommend_format(x), recommend_format(x * 2.0**-13)
-    assert [(r.format, r.sqnr) for r in a] == [(r.format, r.sqnr) for r in b] and a.profile == b.profile
+    assert [(r.format, r.sqnr) for r in a] == [(r.format, r.sqnr) for r in b]
+    assert a.profile == b.profile
     assert [r.scale * 2.0**-13 for r in a] == [r.scale for r in b]
 
 
 def test_a_format_keeps_its_own_values():
     for name in ("E0M7", "E3M4", "E4M3", "E5M2"):
         v = FORMATS[name].values
-        assert best_scale(v[v.isfinite()], name)[1] == math.inf and recommend_format(v[v.isfinite()]).best.name in (name, "E1M6" if name == "E0M7" else name)
+        assert best_scale(v[v.isfinite()], name)[1] == math.inf
+        assert recommend_format(v[v.isfinite()]).best.name in (
+            name,
+            "E1M6" if name == "E0M7" else name,
+        )
 
 
 def test_one_value_among_zeros():
     x = torch.zeros(10**6)
     x[17] = 2.0  # every format here has a power of two
     r = recommend_format(x, sample=100)
-    assert all(row.sqnr == math.inf for row in r) and r.profile.octaves == 0 and "keeps most" in repr(r)
+    assert all(row.sqnr == math.inf for row in r)
+    assert r.profile.octaves == 0
+    assert "keeps most" in repr(r)
     assert profile_of(x).kurtosis == pytest.approx(1e6)
 
 
@@ -269,7 +330,9 @@ def test_rich_and_plain_show_the_same(capsys):
     r = recommend_format(torch.randn(500, generator=generator(11)), ["E4M3", "E5M2"])
     Console(width=200).print(r)
     shown = capsys.readouterr().out
-    for word in ("E4M3", "E5M2", "SQNR dB", f"{r[0].sqnr:.1f}", "keeps most"): assert word in shown and word in repr(r)
+    for word in ("E4M3", "E5M2", "SQNR dB", f"{r[0].sqnr:.1f}", "keeps most"):
+        assert word in shown
+        assert word in repr(r)
 
 
 # the stored study
@@ -277,12 +340,20 @@ def test_rich_and_plain_show_the_same(capsys):
 
 def test_the_study_names_its_circumstances():
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
-    assert stored["formats"] == list(EIGHT_BIT) and len(stored["git_commit"]) == 40, "run it on a clean commit"
-    assert stored["machine"]["cpu"] and stored["versions"]["torch"] and len(stored["model"]["corpus"]["hash"]) == 64
+    assert stored["formats"] == list(EIGHT_BIT) and len(stored["git_commit"]) == 40, (
+        "run it on a clean commit"
+    )
+    assert stored["machine"]["cpu"]
+    assert stored["versions"]["torch"]
+    assert len(stored["model"]["corpus"]["hash"]) == 64
     assert stored["model"]["seed"] == stored["model"]["config"]["seed"]
 
 
 def test_the_papers_order_of_splits():
     theory = json.loads(RESULTS.read_text(encoding="utf-8"))["theory"]
-    best = {name: max(d["formats"], key=lambda f: d["formats"][f]["sqnr"]) for name, d in theory.items()}
-    assert best["uniform"] in ("E0M7", "E1M6") and best["Gaussian"] == "E2M5" and best["t3"] == best["t5"] == "E3M4"
+    best = {
+        name: max(d["formats"], key=lambda f: d["formats"][f]["sqnr"]) for name, d in theory.items()
+    }
+    assert best["uniform"] in ("E0M7", "E1M6")
+    assert best["Gaussian"] == "E2M5"
+    assert best["t3"] == best["t5"] == "E3M4"

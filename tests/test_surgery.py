@@ -16,7 +16,9 @@ from altgrad.model.surgery import quantize_model
 
 def encoder():
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(d_model=32, nhead=4, dim_feedforward=64, dropout=0.0, batch_first=True)
+    layer = nn.TransformerEncoderLayer(
+        d_model=32, nhead=4, dim_feedforward=64, dropout=0.0, batch_first=True
+    )
     return nn.TransformerEncoder(layer, num_layers=2)
 
 
@@ -28,14 +30,19 @@ class Attention(nn.Module):
         self.v_proj, self.o_proj = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x):
-        return self.o_proj(F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+        return self.o_proj(
+            F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
 
 
 class Decoder(nn.Module):
     def __init__(self, width: int = 32, vocab: int = 50):
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab, width)
-        self.layers = nn.ModuleList(nn.ModuleDict({"self_attn": Attention(width), "norm": nn.LayerNorm(width)}) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"self_attn": Attention(width), "norm": nn.LayerNorm(width)})
+            for _ in range(2)
+        )
 
     def forward(self, ids):
         x = self.embed_tokens(ids)
@@ -76,7 +83,9 @@ def test_transformer_encoder_in_training_and_evaluation(training):
     report = quantize_model(model, "E4M3")
     names = [row.name for row in report.changed]
     assert names == [f"layers.{i}.linear{j}" for i in (0, 1) for j in (1, 2)]
-    assert {row.why for row in report if not row.format} == {"a NonDynamicallyQuantizableLinear, not a plain Linear or Conv2d"}
+    assert {row.why for row in report if not row.format} == {
+        "a NonDynamicallyQuantizableLinear, not a plain Linear or Conv2d"
+    }
     x = torch.randn(3, 7, 32)
     padding = torch.zeros(3, 7, dtype=torch.bool)
     padding[:, 5:] = True
@@ -96,19 +105,23 @@ def test_hugging_face_style_model_keeps_its_tie_and_its_head():
     report = quantize_model(model, "E4M3")
     assert len(report.changed) == 8 and type(model.lm_head) is nn.Linear
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    torch.testing.assert_close(model(ids), with_rounded_weights(plain, [r.name for r in report.changed])(ids))
+    torch.testing.assert_close(
+        model(ids), with_rounded_weights(plain, [r.name for r in report.changed])(ids)
+    )
 
 
 def test_tied_head_is_quantized_at_its_use_and_gets_both_gradients():
     model = CausalLM()
     quantize_model(model, config=PrecisionConfig([LayerPrecisionRule("lm_head", "E5M2")]), skip=())
-    assert isinstance(model.lm_head, QuantizedLinear) and model.lm_head.weight is model.model.embed_tokens.weight
+    assert isinstance(model.lm_head, QuantizedLinear)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     before = model.lm_head.weight.detach().clone()
     ids = torch.randint(50, (2, 9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
     optimizer.step()
-    assert model.lm_head.weight is model.model.embed_tokens.weight and not torch.equal(before, model.lm_head.weight)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not torch.equal(before, model.lm_head.weight)
     assert len(list(model.parameters())) == len({id(p) for p in model.parameters()})
 
 
@@ -132,7 +145,9 @@ def test_one_module_in_two_places_is_changed_once_and_in_both():
     shared = nn.Linear(8, 8)
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU())})
     report = quantize_model(model, "E4M3")
-    assert len(report) == 1 and model["a"] is model["b"][0] and isinstance(model["b"][0], QuantizedLinear)
+    assert len(report) == 1
+    assert model["a"] is model["b"][0]
+    assert isinstance(model["b"][0], QuantizedLinear)
 
 
 @pytest.mark.parametrize("name", EIGHT_BIT)
@@ -159,11 +174,21 @@ def test_hooks_stay():
 
 def test_first_matching_rule_wins_and_an_unmatched_one_is_an_error():
     model = CausalLM()
-    report = quantize_model(model, config=PrecisionConfig([
-        LayerPrecisionRule("*.q_proj", None), LayerPrecisionRule("model.layers.0.*", "E4M3"), LayerPrecisionRule("*_proj", "E5M2")]))
+    report = quantize_model(
+        model,
+        config=PrecisionConfig([
+            LayerPrecisionRule("*.q_proj", None), LayerPrecisionRule("model.layers.0.*", "E4M3"),
+            LayerPrecisionRule("*_proj", "E5M2"),
+        ]),
+    )
     got = {row.name.replace("model.layers.", ""): row.format for row in report}
-    assert got["0.self_attn.q_proj"] is None and got["0.self_attn.k_proj"] == "E4M3" and got["1.self_attn.k_proj"] == "E5M2"
+    assert got["0.self_attn.q_proj"] is None
+    assert got["0.self_attn.k_proj"] == "E4M3"
+    assert got["1.self_attn.k_proj"] == "E5M2"
     assert "lm_head" in got and got["lm_head"] is None
     with pytest.raises(InputError, match="no linear layer or convolution matches 'transformer.h"):
-        quantize_model(CausalLM(), config=PrecisionConfig([LayerPrecisionRule("transformer.h.*", "E4M3")], default="E4M3"))
+        quantize_model(
+            CausalLM(),
+            config=PrecisionConfig([LayerPrecisionRule("transformer.h.*", "E4M3")], default="E4M3"),
+        )
     with pytest.raises(InputError, match="quantized already"): quantize_model(model, "E4M3")

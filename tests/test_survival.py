@@ -1,6 +1,8 @@
-"""Nothing is lost: killed anywhere, on a full disk, with damaged files or in company, a run ends bit for bit like one that nothing disturbed.
+"""Nothing is lost: killed anywhere, on a full disk, with damaged files or in company, a run ends
+bit for bit like one that nothing disturbed.
 
-The processes are real and so is SIGKILL. A server that has imported torch forks them, which takes milliseconds instead of seconds.
+The processes are real and so is SIGKILL. A server that has imported torch forks them, which takes
+milliseconds instead of seconds.
 `make kills` runs the long form.
 """
 import io
@@ -28,9 +30,12 @@ from altgrad.training.tracking import RunFolder, read_wandb
 from wait import has_content, until
 
 ALTGRAD = str(Path(sys.executable).parent / "altgrad")
-SMALL = dict(format="E4M3", max_steps=9, batch_size=2, block_size=16, warmup_steps=2, eval_every=4, eval_windows=4, checkpoint_every=3,
-             dropout=0.1, device="cpu")
-TIMES = ("tokens_per_s", "wall_clock_s", "metrics_sha256")  # the last is of a log that holds the others
+SMALL = dict(
+    format="E4M3", max_steps=9, batch_size=2, block_size=16, warmup_steps=2, eval_every=4,
+    eval_windows=4, checkpoint_every=3, dropout=0.1, device="cpu",
+)
+# the last is of a log that holds the others
+TIMES = ("tokens_per_s", "wall_clock_s", "metrics_sha256")
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload(["altgrad.training.trainer", "torch._dynamo"])
 
@@ -42,13 +47,19 @@ def die(): os.kill(os.getpid(), signal.SIGKILL)
 
 
 def before_an_operation(folder: str, at: int) -> None:
-    "Dies before the file operation number `at` under a folder: an open to write, a rename, a removal, a new folder."
+    """Dies before the file operation number `at` under a folder:
+    an open to write, a rename, a removal, a new folder."""
     seen = 0
 
     def hook(event, args):
         nonlocal seen
         path = {"open": 0, "os.rename": 1, "os.remove": 0, "os.mkdir": 0}.get(event)
-        if path is None or not isinstance(args[path], (str, os.PathLike)) or not str(args[path]).startswith(folder): return
+        if (
+            path is None
+            or not isinstance(args[path], (str, os.PathLike))
+            or not str(args[path]).startswith(folder)
+        ):
+            return
         if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR): return
         seen += 1
         if seen == at: die()
@@ -64,7 +75,9 @@ def half_a_line(nth: int) -> None:
     def append(log, row):
         nonlocal count
         count += 1
-        if count == nth: log.file.write(tracking.json_line(row).encode()[:40]), die()
+        if count == nth:
+            log.file.write(tracking.json_line(row).encode()[:40])
+            die()
         whole(log, row)
 
     tracking.MetricsLog.append = append
@@ -78,7 +91,8 @@ def half_a_file(nth: int) -> None:
     def write(path, data):
         nonlocal count
         count += str(path).endswith(".pt")
-        if count == nth: whole(path, lambda file: (file.write(data[: len(data) // 2]), file.flush(), die()))
+        if count == nth:
+            whole(path, lambda file: (file.write(data[: len(data) // 2]), file.flush(), die()))
         whole(path, data)
 
     checkpoint.write_atomic = write
@@ -103,7 +117,10 @@ def in_a_call(name: str, nth: int) -> None:
 WOUNDS = {"files": before_an_operation, "line": half_a_line, "file": half_a_file, "call": in_a_call}
 
 
-def life(config: dict, out: str, data: str, wound: tuple | None = None, limit: int | None = None, mirror: str = "off", said: str | None = None) -> None:
+def life(
+    config: dict, out: str, data: str, wound: tuple | None = None, limit: int | None = None,
+    mirror: str = "off", said: str | None = None,
+) -> None:
     "One process of a run: its exit code is 0, or 1 with one line in the file `said`."
     from altgrad.training.data import load_corpus
     from altgrad.training.config import make_config
@@ -113,12 +130,17 @@ def life(config: dict, out: str, data: str, wound: tuple | None = None, limit: i
     corpus = load_corpus(f"path:{data}/text.txt", cache=f"{data}/cache")
     if limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     if wound: WOUNDS[wound[0]](*wound[1:])
-    try: Trainer(make_config({"data": f"path:{data}/text.txt", **config}), out, corpus, mirror).run(progress=False)
+    try:
+        Trainer(make_config({"data": f"path:{data}/text.txt", **config}), out, corpus, mirror).run(
+            progress=False
+        )
     except InputError as e: Path(said).write_text(f"{type(e).__name__}: {e}"), os._exit(1)
 
 
 def begin(config: dict, out: Path, data: Path, **more):
-    process = FORKS.Process(target=life, args=(config, str(out), str(data)), kwargs=more, daemon=True)
+    process = FORKS.Process(
+        target=life, args=(config, str(out), str(data)), kwargs=more, daemon=True
+    )
     process.start()
     return process
 
@@ -134,14 +156,25 @@ def live(config: dict, out: Path, data: Path, **more) -> int:
 
 
 def timeless(value):
-    if isinstance(value, dict): return {k: timeless(v) for k, v in value.items() if k not in (*TIMES, "seconds", "continued_from_step", "git_commit")}
+    if isinstance(value, dict):
+        return {
+            k: timeless(v)
+            for k, v in value.items()
+            if k not in (*TIMES, "seconds", "continued_from_step", "git_commit")
+        }
     return [timeless(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def bits(value):
-    "A checkpoint's content with the bytes of every tensor; timings are left out, and the hash of the log that holds some."
-    if isinstance(value, torch.Tensor): return str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict): return {k: bits(v) for k, v in value.items() if k not in ("seconds", "log")}
+    """A checkpoint's content with the bytes of every tensor;
+    timings are left out, and the hash of the log that holds some."""
+    if isinstance(value, torch.Tensor):
+        return (
+            str(value.dtype), tuple(value.shape),
+            value.reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
+    if isinstance(value, dict):
+        return {k: bits(v) for k, v in value.items() if k not in ("seconds", "log")}
     return [bits(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -149,17 +182,27 @@ def outcome(folder: Path) -> dict:
     "Everything a run has to say, to the last bit."
     run = RunFolder(folder)
     entries = [{k: v for k, v in e.items() if k != "sha256"} for e in run.checkpoints.entries()]
-    states = {e["file"]: bits(torch.load(run.checkpoints.folder / e["file"], weights_only=True)) for e in entries}
+    states = {
+        e["file"]: bits(torch.load(run.checkpoints.folder / e["file"], weights_only=True))
+        for e in entries
+    }
     assert not [p for p in folder.rglob("*") if p.name.endswith(".tmp")]
     assert {p.name for p in run.checkpoints.folder.glob("*.pt")} == set(states)
-    return {"metrics": timeless(run.metrics()), "record": timeless(run.record()), "entries": entries, "states": states}
+    return {
+        "metrics": timeless(run.metrics()),
+        "record": timeless(run.record()),
+        "entries": entries,
+        "states": states,
+    }
 
 
 def assert_same(folder: Path, whole: dict) -> None:
     "Part by part, since a difference of whole outcomes would fill the screen."
     found = outcome(folder)
     found["record"]["name"] = whole["record"]["name"]
-    assert [r["step"] for r in found["metrics"]] == list(range(1, len(whole["metrics"]) + 1)), "a step is missing or doubled"
+    assert [r["step"] for r in found["metrics"]] == list(range(1, len(whole["metrics"]) + 1)), (
+        "a step is missing or doubled"
+    )
     for part in ("metrics", "record", "entries"): assert found[part] == whole[part], part
     for file, state in whole["states"].items():
         for part in state: assert found["states"][file][part] == state[part], f"{file}: {part}"
@@ -191,8 +234,16 @@ def whole(data, tmp_path_factory):
 
 
 WOUNDED = [
-    ("line", 1), ("line", 5), ("file", 1), ("file", 3), ("call", "evaluate", 1), ("call", "evaluate", 3), ("call", "Learner.update", 8),
-    ("call", "RunRecord.write", 1), ("call", "RunRecord.write", 2), ("call", "run_results", 1),
+    ("line", 1),
+    ("line", 5),
+    ("file", 1),
+    ("file", 3),
+    ("call", "evaluate", 1),
+    ("call", "evaluate", 3),
+    ("call", "Learner.update", 8),
+    ("call", "RunRecord.write", 1),
+    ("call", "RunRecord.write", 2),
+    ("call", "run_results", 1),
 ]
 
 
@@ -205,7 +256,8 @@ def test_killed_in_a_write_an_evaluation_or_an_update(data, tmp_path, whole, wou
 
 
 def kill_at_every(step: int, config: dict, out: Path, data: Path, whole: dict) -> int:
-    "Kills a run before each `step`-th of its file operations, and the run that goes on as well; how many kills."
+    """Kills a run before each `step`-th of its file operations,
+    and the run that goes on as well; how many kills."""
     kills = 0
     for at in range(1, 1000, step):
         name = f"at{at}"
@@ -213,7 +265,10 @@ def kill_at_every(step: int, config: dict, out: Path, data: Path, whole: dict) -
         code = live({**config, "name": name}, out, data, wound=("files", folder, at))
         if code == 0: return kills
         assert code == -signal.SIGKILL
-        kills += 1 + (live({**config, "name": name}, out, data, wound=("files", folder, 1 + at % 7)) != 0)  # soon after it has begun to go on
+        # soon after it has begun to go on
+        kills += 1 + (
+            live({**config, "name": name}, out, data, wound=("files", folder, 1 + at % 7)) != 0
+        )
         assert live({**config, "name": name}, out, data) == 0
         assert_same(out / name, whole)
         shutil.rmtree(folder)
@@ -229,8 +284,10 @@ def kill_at_random(times: int, seed: int, config: dict, out: Path, data: Path, w
     rng, kills, folder = random.Random(seed), 0, out / config["name"]
     while True:
         process, end = begin(config, out, data), time.monotonic() + rng.uniform(0, 1.5)
-        while process.exitcode is None and (time.monotonic() < end or kills >= times): time.sleep(0.001)
-        process.kill(), process.join()
+        while process.exitcode is None and (time.monotonic() < end or kills >= times):
+            time.sleep(0.001)
+        process.kill()
+        process.join()
         if process.exitcode == 0: break
         assert process.exitcode == -signal.SIGKILL
         kills += 1
@@ -246,20 +303,28 @@ def test_killed_at_random_moments(data, tmp_path, whole, seed):
 
 @pytest.mark.parametrize("number, name", list(enumerate(EIGHT_BIT)))
 def test_every_format_with_stochastic_rounding(data, tmp_path, whole, number, name):
-    arm = dict(format=name, storage="grid_stochastic", rule=("adamw", "grid_sgd", "stiffness_adamw", "riemannian_adamw")[number % 4])
+    arm = dict(
+        format=name, storage="grid_stochastic",
+        rule=("adamw", "grid_sgd", "stiffness_adamw", "riemannian_adamw")[number % 4],
+    )
     config = {**SMALL, **arm, "name": "cut"}
-    wound = [("line", 8), ("file", 2), ("call", "evaluate", 2), ("call", "Learner.update", 5)][number // 2]
+    wound = [("line", 8), ("file", 2), ("call", "evaluate", 2), ("call", "Learner.update", 5)][
+        number // 2
+    ]
     assert live(config, tmp_path, data, wound=wound) == -signal.SIGKILL
     assert live(config, tmp_path, data) == 0
     assert_same(tmp_path / "cut", whole(**arm))
 
 
 def test_the_loader_has_no_worker_to_lose():
-    "A batch is a function of seed and step, computed where it is used: nothing runs ahead, so a kill has no queue to forget."
+    """A batch is a function of seed and step, computed where it is used:
+    nothing runs ahead, so a kill has no queue to forget."""
     import altgrad.training.data
     import altgrad.training.trainer
     for module in (altgrad.training.data, altgrad.training.trainer):
-        assert not {"DataLoader", "multiprocessing"} & set(Path(module.__file__).read_text().replace("(", " ").replace(".", " ").split())
+        assert not {"DataLoader", "multiprocessing"} & set(
+            Path(module.__file__).read_text().replace("(", " ").replace(".", " ").split()
+        )
 
 
 # a full disk
@@ -267,16 +332,22 @@ def test_the_loader_has_no_worker_to_lose():
 
 @pytest.mark.parametrize("limit, what", [(5_000_000, "step-00000006.pt"), (1_600, "metrics.jsonl")])
 def test_a_disk_that_fills_up_takes_nothing_away(data, tmp_path, whole, limit, what):
-    "A limit on the size of files stands in for the disk: for a checkpoint it is too small at once, for the log after some rows."
+    """A limit on the size of files stands in for the disk:
+    for a checkpoint it is too small at once, for the log after some rows."""
     config, said = {**SMALL, "name": "cut"}, tmp_path / "said"
     assert live(config, tmp_path, data, wound=("call", "Learner.update", 5)) == -signal.SIGKILL
     run = RunFolder(tmp_path / "cut")
     before = run.checkpoints.entries()
     assert [e["step"] for e in before] == [3, 4]
     assert live(config, tmp_path, data, limit=limit, said=str(said)) == 1
-    assert what in said.read_text() and "\n" not in said.read_text() and said.read_text().startswith("WriteError: cannot write"), said.read_text()
+    assert (
+        what in said.read_text()
+        and "\n" not in said.read_text()
+        and said.read_text().startswith("WriteError: cannot write")
+    ), said.read_text()
     assert run.checkpoints.entries() == before
-    for e in before: assert sha256((run.checkpoints.folder / e["file"]).read_bytes()).hexdigest() == e["sha256"]
+    for e in before:
+        assert sha256((run.checkpoints.folder / e["file"]).read_bytes()).hexdigest() == e["sha256"]
     assert live(config, tmp_path, data) == 0
     assert_same(tmp_path / "cut", whole())
 
@@ -292,17 +363,32 @@ mount -o remount,size=200m {disk} && {altgrad} train {config} --out {disk} 2> {o
 def test_a_small_disk_that_is_really_full(data, tmp_path, whole):
     "A file system of 24 MB holds two checkpoints of 10 MB, and not the third beside them."
     (tmp_path / "disk").mkdir()
-    (tmp_path / "cut.yaml").write_text("".join(f"{k}: {v}\n" for k, v in {**SMALL, "data": f"path:{data}/text.txt"}.items()))
-    script = SCRIPT.format(disk=tmp_path / "disk", altgrad=ALTGRAD, config=tmp_path / "cut.yaml", out=tmp_path)
+    (tmp_path / "cut.yaml").write_text(
+        "".join(f"{k}: {v}\n" for k, v in {**SMALL, "data": f"path:{data}/text.txt"}.items())
+    )
+    script = SCRIPT.format(
+        disk=tmp_path / "disk", altgrad=ALTGRAD, config=tmp_path / "cut.yaml", out=tmp_path
+    )
     env = {**os.environ, "ALTGRAD_CACHE": f"{data}/cache", "OMP_NUM_THREADS": "1"}
-    try: done = subprocess.run(["unshare", "-m", "sh", "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    try:
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-c", script],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
     except FileNotFoundError: pytest.skip("this system has no unshare")
     if not (tmp_path / "code").exists(): pytest.skip("this user may not mount a file system")
     said = (tmp_path / "first").read_text()
     assert (tmp_path / "code").read_text() == "1\n" and "Traceback" not in said
     assert said.splitlines()[-1].startswith("altgrad: cannot write"), said
-    assert said.endswith("No space left on device; the same command goes on from the last checkpoint\n"), said
-    assert (tmp_path / "files").read_text().split() == ["manifest.json", "step-00000003.pt", "step-00000004.pt"]
+    assert said.endswith(
+        "No space left on device; the same command goes on from the last checkpoint\n"
+    ), said
+    assert (tmp_path / "files").read_text().split() == [
+        "manifest.json", "step-00000003.pt", "step-00000004.pt"
+    ]
     assert done.returncode == 0, done.stderr + (tmp_path / "second").read_text()
     assert_same(tmp_path / "cut", whole())
 
@@ -316,10 +402,21 @@ def test_a_second_process_is_refused_in_one_line(data, tmp_path):
     changes = {**SMALL, "name": "cut", "max_steps": 100_000, "data": f"path:{data}/text.txt"}
     args = [arg for key, value in changes.items() for arg in ("--set", f"{key}={value}")]
     env = {**os.environ, "ALTGRAD_CACHE": f"{data}/cache"}
-    done = subprocess.run([ALTGRAD, "train", "e4m3_fp8", *args, "--out", str(tmp_path)], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [ALTGRAD, "train", "e4m3_fp8", *args, "--out", str(tmp_path)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     alive = first.exitcode is None
-    first.kill(), first.join()
-    assert alive and done.returncode == 2 and "is in use" in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+    first.kill()
+    first.join()
+    assert alive
+    assert done.returncode == 2
+    assert "is in use" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
     assert not RunFolder(tmp_path / "cut").in_use()
 
 
@@ -341,11 +438,20 @@ sys.exit(main())
 
 
 def test_a_signal_while_a_failure_is_written_down(data, tmp_path):
-    settings = [arg for key, value in {**SMALL, "name": "lost", "data": f"path:{data}/text.txt"}.items() for arg in ("--set", f"{key}={value}")]
+    settings = [
+        arg
+        for key, value in {**SMALL, "name": "lost", "data": f"path:{data}/text.txt"}.items()
+        for arg in ("--set", f"{key}={value}")
+    ]
     command = [sys.executable, "-c", FAILS, "train", "e4m3_fp8", *settings, "--out", str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, "ALTGRAD_CACHE": f"{data}/cache"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env={**os.environ, "ALTGRAD_CACHE": f"{data}/cache"}, capture_output=True,
+        text=True, timeout=60,
+    )
     record = RunFolder(tmp_path / "lost").record()
-    assert done.returncode == 1 and "no answer; the same command goes on" in done.stderr, done.stderr
+    assert done.returncode == 1 and "no answer; the same command goes on" in done.stderr, (
+        done.stderr
+    )
     assert record["exit_reason"] == "error: ProcessLost: no answer" and record["steps"] == 2
 
 
@@ -355,12 +461,17 @@ class Evil:
 
 
 def test_a_checkpoint_never_runs_code(data, tmp_path):
-    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 5)) == -signal.SIGKILL
+    assert (
+        live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 5))
+        == -signal.SIGKILL
+    )
     run, proof = RunFolder(tmp_path / "cut"), tmp_path / "ran"
     entry, _ = run.checkpoints.newest()
     torch.save({"step": 4, "extra": Evil(proof)}, run.checkpoints.folder / entry["file"])
     content = (run.checkpoints.folder / entry["file"]).read_bytes()
-    run.checkpoints.manifest.write_text(json.dumps([{**entry, "sha256": sha256(content).hexdigest()}]))
+    run.checkpoints.manifest.write_text(
+        json.dumps([{**entry, "sha256": sha256(content).hexdigest()}])
+    )
     assert live({**SMALL, "name": "cut"}, tmp_path, data, said=str(tmp_path / "said")) == 1
     assert "holds more than tensors" in (tmp_path / "said").read_text() and not proof.exists()
     pickle.loads(pickle.dumps(Evil(proof)))
@@ -368,13 +479,20 @@ def test_a_checkpoint_never_runs_code(data, tmp_path):
 
 
 def test_damage_is_named_and_survived(data, tmp_path, whole):
-    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 8)) == -signal.SIGKILL
+    assert (
+        live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 8))
+        == -signal.SIGKILL
+    )
     run = RunFolder(tmp_path / "cut")
     newest = run.checkpoints.folder / run.checkpoints.entries()[-1]["file"]
     content = newest.read_bytes()
     newest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with redirect_stderr(io.StringIO()) as said: assert run.checkpoints.newest()[0]["step"] == 4
-    assert said.getvalue().count("\n") == 1 and "step-00000006.pt is damaged (its SHA-256 differs): step-00000004.pt is next" in said.getvalue()
+    assert said.getvalue().count("\n") == 1
+    assert (
+        "step-00000006.pt is damaged (its SHA-256 differs): step-00000004.pt is next"
+        in said.getvalue()
+    )
     assert live({**SMALL, "name": "cut"}, tmp_path, data) == 0
     assert_same(tmp_path / "cut", whole())
 
@@ -382,8 +500,12 @@ def test_damage_is_named_and_survived(data, tmp_path, whole):
 def series_of(folder: Path) -> dict:
     "The measurements of every layer, as the files have them; memory and time are left out."
     import pyarrow.parquet as pq
-    rows = [(kind, r["path"], r["step"], str(r[column])) for kind, column in (("values", "value"), ("histograms", "counts"))
-            for part in folder.glob(f"series/{kind}-*.parquet") for r in pq.read_table(part).to_pylist()]
+    rows = [
+        (kind, r["path"], r["step"], str(r[column]))
+        for kind, column in (("values", "value"), ("histograms", "counts"))
+        for part in folder.glob(f"series/{kind}-*.parquet")
+        for r in pq.read_table(part).to_pylist()
+    ]
     assert len({row[:3] for row in rows}) == len(rows), "a measurement is there twice"
     return {row[:3]: row[3] for row in rows}
 
@@ -393,10 +515,14 @@ MONITORED = dict(monitor_every=1)
 
 @pytest.fixture(scope="module")
 def cut_series(data, tmp_path_factory):
-    "A monitored run that was killed after its seventh step, and the series of one that was left alone."
+    """A monitored run that was killed after its seventh step,
+    and the series of one that was left alone."""
     out = tmp_path_factory.mktemp("series")
     assert live({**SMALL, **MONITORED, "name": "whole"}, out, data) == 0
-    assert live({**SMALL, **MONITORED, "name": "cut"}, out, data, wound=("call", "Learner.update", 8)) == -signal.SIGKILL
+    assert (
+        live({**SMALL, **MONITORED, "name": "cut"}, out, data, wound=("call", "Learner.update", 8))
+        == -signal.SIGKILL
+    )
     return out
 
 
@@ -419,11 +545,16 @@ def test_damaged_series_are_measured_again(data, tmp_path, cut_series, damage):
 
 
 def test_a_manifest_cannot_name_a_file_outside(data, tmp_path):
-    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 8)) == -signal.SIGKILL
+    assert (
+        live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 8))
+        == -signal.SIGKILL
+    )
     run, victim = RunFolder(tmp_path / "cut"), tmp_path / "victim.pt"
     victim.write_text("mine")
     entries = run.checkpoints.entries()
-    run.checkpoints.manifest.write_text(json.dumps([*entries[:-1], {**entries[-1], "file": "../../victim.pt"}]))
+    run.checkpoints.manifest.write_text(
+        json.dumps([*entries[:-1], {**entries[-1], "file": "../../victim.pt"}])
+    )
     assert live({**SMALL, "name": "cut"}, tmp_path, data) == 0
     assert victim.read_text() == "mine" and not list(tmp_path.glob("*.aside"))
 
@@ -434,11 +565,16 @@ def test_an_anomaly_leaves_a_checkpoint_with_its_batches(data, tmp_path):
     run = RunFolder(tmp_path / "wild")
     odd = [e for e in run.checkpoints.entries() if e["anomaly"]]
     step, row = odd[0]["step"], next(r for r in run.metrics() if r.get("events"))
-    assert step == row["step"] and row["events"][0]["kind"] == "nonfinite" == odd[0]["anomaly"] and "nonfinite" in row
-    kept = torch.load(run.checkpoints.folder / odd[0]["file"], weights_only=True)["extra"]["batches"]
+    assert step == row["step"]
+    assert row["events"][0]["kind"] == "nonfinite" == odd[0]["anomaly"]
+    assert "nonfinite" in row
+    kept = torch.load(run.checkpoints.folder / odd[0]["file"], weights_only=True)["extra"][
+        "batches"
+    ]
     corpus = load_corpus(f"path:{data}/text.txt", cache=f"{data}/cache")
     assert list(kept) == list(range(max(1, step - 3), step + 1))
-    for s, [(x, y)] in kept.items(): assert all(map(torch.equal, (x, y), get_batch(corpus.train, 2, 16, 42, s)))
+    for s, [(x, y)] in kept.items():
+        assert all(map(torch.equal, (x, y), get_batch(corpus.train, 2, 16, 42, s)))
 
 
 # the mirror
@@ -450,7 +586,9 @@ def test_the_mirror_of_a_killed_run_has_every_step(data, tmp_path, monkeypatch):
     assert live(config, tmp_path, data, wound=("line", 20), mirror="offline") == -signal.SIGKILL
     assert live(config, tmp_path, data, mirror="offline") == 0
     run, end = RunFolder(tmp_path / "cut"), time.monotonic() + 20
-    while not any(30 in part["rows"] for part in read_wandb(run.path)) and time.monotonic() < end: time.sleep(0.1)  # wandb's process may be behind
+    # wandb's process may be behind
+    while not any(30 in part["rows"] for part in read_wandb(run.path)) and time.monotonic() < end:
+        time.sleep(0.1)
     parts = read_wandb(run.path)
     assert len({part["id"] for part in parts}) == 1 and {part["name"] for part in parts} == {"cut"}
     rows = {r["step"]: r for r in run.metrics()}
@@ -458,7 +596,8 @@ def test_the_mirror_of_a_killed_run_has_every_step(data, tmp_path, monkeypatch):
     for part in parts:
         assert list(part["rows"]) == sorted(part["rows"])
         for step, row in part["rows"].items():
-            assert found.setdefault(step, row["loss"]) == row["loss"] == rows[step]["loss"] and row["_step"] == step
+            assert found.setdefault(step, row["loss"]) == row["loss"] == rows[step]["loss"]
+            assert row["_step"] == step
     assert sorted(found) == list(range(1, 31))
 
 
@@ -475,15 +614,23 @@ def test_watch_follows_a_run_to_its_end(data, tmp_path):
     watch(tmp_path / "seen", console=console, every=0.05)
     process.join()
     text = console.file.getvalue()
-    assert process.exitcode == 0 and "step 30 of 30" in text and "finished" in text.split("step 30 of 30")[-2] and "killed" not in text
+    assert process.exitcode == 0
+    assert "step 30 of 30" in text
+    assert "finished" in text.split("step 30 of 30")[-2]
+    assert "killed" not in text
 
 
 def test_watch_and_autopsy_of_a_killed_run(data, tmp_path, capsys):
     from altgrad.cli import main
-    assert live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 8)) == -signal.SIGKILL
+    assert (
+        live({**SMALL, "name": "cut"}, tmp_path, data, wound=("call", "Learner.update", 8))
+        == -signal.SIGKILL
+    )
     assert main(["watch", str(tmp_path / "cut"), "--once"]) == 0
     assert "killed (its record says running" in capsys.readouterr().out
     assert main(["autopsy", str(tmp_path / "cut")]) == 0
     said = capsys.readouterr().out
-    assert "killed" in said and "7 of 9 steps" in said and (tmp_path / "cut/autopsy.png").read_bytes()[:4] == b"\x89PNG"
+    assert "killed" in said
+    assert "7 of 9 steps" in said
+    assert (tmp_path / "cut/autopsy.png").read_bytes()[:4] == b"\x89PNG"
     assert live({**SMALL, "name": "cut"}, tmp_path, data) == 0  # and reading it has changed nothing

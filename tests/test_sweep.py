@@ -1,4 +1,5 @@
-"""The sweep as a program: killed, continued, torn, refused; and rows that do not depend on who computed them."""
+"""The sweep as a program: killed, continued, torn, refused; and rows that do not depend on who
+computed them."""
 import math
 import os
 import signal
@@ -49,8 +50,10 @@ def bench(folder: Path, text: str = "text.txt") -> Bench:
 
 
 def command(folder: Path, out: str, *more: str) -> list[str]:
-    return [*ALTGRAD, "sweep", str(folder / "matrix.yaml"), "--out", str(folder / out), "--corpus", f"tiny=path:{folder / 'text.txt'}",
-            "--checkpoints", str(folder / "checkpoints"), *more]
+    return [
+        *ALTGRAD, "sweep", str(folder / "matrix.yaml"), "--out", str(folder / out), "--corpus",
+        f"tiny=path:{folder / 'text.txt'}", "--checkpoints", str(folder / "checkpoints"), *more,
+    ]
 
 
 def rows_of(folder: Path, out: str) -> dict[str, dict]:
@@ -101,7 +104,9 @@ def test_workers_end_with_a_killed_parent(here):
     found = children.read_text().split()
     process.kill()
     process.wait()
-    gone = lambda pid: not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    gone = lambda pid: (
+        not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    )
     for _ in range(100):
         if all(map(gone, found)): break
         time.sleep(0.05)
@@ -118,16 +123,20 @@ def test_a_dying_worker_costs_one_run(here):
     jobs = [Job(Arm(seed=s), "tune") for s in range(6)]
     with Workers(2, (here, {}, TASK, None)) as workers:
         got = {job.arm.seed: result["error"] for job, result in _results(workers, jobs, die)}
-    assert got == {0: None, 1: None, 2: "ValueError: no", 3: "the worker process died", 4: None, 5: None}
+    assert got == {
+        0: None, 1: None, 2: "ValueError: no", 3: "the worker process died", 4: None, 5: None
+    }
 
 
 def test_a_failed_run_is_recorded_and_tried_again(here, monkeypatch):
     folder = here / "failing"
     sweep = Sweep(read_matrix(MATRIX), folder, bench(here))
-    monkeypatch.setattr("altgrad.evidence.sweep._work", lambda arm: 1 / 0)  # cannot be sent to a worker: every run fails
+    # cannot be sent to a worker: every run fails
+    monkeypatch.setattr("altgrad.evidence.sweep._work", lambda arm: 1 / 0)
     failed = sweep.run(1, progress=False)
     rows = Ledger(folder).rows()
-    assert failed == len(rows) > 0 and all(row["error"] and row["storage"] in ("fp32", "grid_stochastic") for row in rows)
+    assert failed == len(rows) > 0
+    assert all(row["error"] and row["storage"] in ("fp32", "grid_stochastic") for row in rows)
     again = Sweep(read_matrix(MATRIX), folder, bench(here))
     assert again.rows == {} and len(again.plan().jobs) == 15
     monkeypatch.undo()
@@ -139,8 +148,12 @@ def test_a_failed_run_is_recorded_and_tried_again(here, monkeypatch):
 def test_replay(here, whole, capsys):
     row = find_row(Ledger(here / "one").rows(), next(iter(whole)))
     assert replay(row, bench(here))[0] and "bit for bit" in replay(row, bench(here))[1]
-    assert not replay({**row, "val_loss": row["val_loss"] + 1e-9, "commit": git_commit()}, bench(here))[0]
-    agrees, text = replay({**row, "val_loss": row["val_loss"] + 1e-9, "machine": {"cpu": "another"}}, bench(here))
+    assert not replay(
+        {**row, "val_loss": row["val_loss"] + 1e-9, "commit": git_commit()}, bench(here)
+    )[0]
+    agrees, text = replay(
+        {**row, "val_loss": row["val_loss"] + 1e-9, "machine": {"cpu": "another"}}, bench(here)
+    )
     assert agrees and "another CPU" in text
     (here / "other.txt").write_text((here / "text.txt").read_text().replace("times", "plus"))
     with pytest.raises(InputError, match="another text"): replay(row, bench(here, "other.txt"))
@@ -159,7 +172,8 @@ def test_a_row_that_no_run_wrote_is_not_replayed(here, whole, key, value, words)
 @pytest.mark.parametrize("key, value", [("corpus_sha", 7), ("code", []), ("raw_loss", "x"), ("machine", 7)])
 def test_a_value_that_no_run_wrote_is_damage(key, value):
     row = {"run": "a", "val_loss": 2.5, key: value}
-    with pytest.raises(InputError, match=f"{key} must be a"): check_row(row, "ledger.jsonl is damaged in line 1")
+    with pytest.raises(InputError, match=f"{key} must be a"):
+        check_row(row, "ledger.jsonl is damaged in line 1")
 
 
 def test_a_link_to_itself_is_no_ledger(tmp_path):
@@ -169,21 +183,38 @@ def test_a_link_to_itself_is_no_ledger(tmp_path):
 
 def test_identity_is_stable_and_knows_the_text(here):
     arm = Arm(checkpoint="tiny-0", corpus="tiny")
-    facts = {**identity(arm, bench(here)), "checkpoint_sha": "0" * 64, "corpus_sha": "1" * 64, "instrument": 1}
-    assert facts.pop("code") == bench(here).code  # changes with the code; the rest is what the rows of the first studies are named by
+    facts = {
+        **identity(arm, bench(here)), "checkpoint_sha": "0" * 64, "corpus_sha": "1" * 64,
+        "instrument": 1,
+    }
+    # changes with the code; the rest is what the rows of the first studies are named by
+    assert facts.pop("code") == bench(here).code
     assert run_id(facts) == run_id(dict(reversed(facts.items()))) == "99660a5393bb3d5e"
     (here / "third.txt").write_text((here / "text.txt").read_text() + "x")
     assert run_id(identity(arm, bench(here))) != run_id(identity(arm, bench(here, "third.txt")))
-    assert run_id(identity(arm, bench(here))) == run_id(identity(Arm(checkpoint="tiny-0", corpus="tiny", power=0, lr=4e-3), bench(here)))
+    assert run_id(identity(arm, bench(here))) == run_id(
+        identity(Arm(checkpoint="tiny-0", corpus="tiny", power=0, lr=4e-3), bench(here))
+    )
 
 
-@pytest.mark.parametrize("change, words", [(("tier: 0", "tier: x"), "tier"), (("E4M3", "E9M9"), "unknown format"), (("tiny-0", "huge-0"), "unknown checkpoint"),
-                                           (("corpus: tiny", "corpus: moon"), "no text for the label"), (("name:", "nam:"), "unknown key"),
-                                           (("seeds: [1000]", f"seeds: {10**30}"), "tune seeds"), (("seeds: [0]", f"seeds: {10**30}"), "confirm seeds"),
-                                           (("power: 0,", f"power: {10**30},"), "power"), (("power: 0,", "rule: {a: 1},"), "rule must be text")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (("tier: 0", "tier: x"), "tier"),
+        (("E4M3", "E9M9"), "unknown format"),
+        (("tiny-0", "huge-0"), "unknown checkpoint"),
+        (("corpus: tiny", "corpus: moon"), "no text for the label"),
+        (("name:", "nam:"), "unknown key"),
+        (("seeds: [1000]", f"seeds: {10**30}"), "tune seeds"),
+        (("seeds: [0]", f"seeds: {10**30}"), "confirm seeds"),
+        (("power: 0,", f"power: {10**30},"), "power"),
+        (("power: 0,", "rule: {a: 1},"), "rule must be text"),
+    ],
+)
 def test_bad_matrix_is_one_line(here, capsys, change, words):
     (here / "bad.yaml").write_text(MATRIX.replace(*change))
-    code, said = main(["sweep", str(here / "bad.yaml"), *command(here, "bad")[3:]]), capsys.readouterr()
+    code = main(["sweep", str(here / "bad.yaml"), *command(here, "bad")[3:]])
+    said = capsys.readouterr()
     assert code == 2 and said.err.count("\n") == 1 and words in said.err and not said.out
 
 

@@ -1,4 +1,5 @@
-"""A user's program, for the type checker: what the public names take and give. Not run; `mypy --config-file .ci/mypy.ini` reads it."""
+"""A user's program, for the type checker: what the public names take and give. Not run; `mypy
+--config-file .ci/mypy.ini` reads it."""
 from collections.abc import Iterator
 from pathlib import Path
 from typing import assert_type
@@ -24,17 +25,34 @@ fmt = get_format("E4M3")
 x = torch.randn(4, 4)
 assert_type(fmt, FP8Format)
 assert_type(FORMATS[EIGHT_BIT[0]], FP8Format)
-assert_type((fmt.max, fmt.bits, fmt.values, fmt.to_bits(x), fmt.spec), tuple[float, int, Tensor, Tensor, str])
-assert_type(fake_quantize(x, "E5M2", compute_scale(x.abs().amax(), fmt), rounding="stochastic", key=1), Tensor)
-assert_type((ulp(fmt, x), scale_of(x, fmt, "channel"), stiffness(x, fmt), code_coordinate(x, fmt)), tuple[Tensor, Tensor, Tensor, Tensor])
+assert_type(
+    (fmt.max, fmt.bits, fmt.values, fmt.to_bits(x), fmt.spec),
+    tuple[float, int, Tensor, Tensor, str],
+)
+assert_type(
+    fake_quantize(x, "E5M2", compute_scale(x.abs().amax(), fmt), rounding="stochastic", key=1),
+    Tensor,
+)
+assert_type(
+    (ulp(fmt, x), scale_of(x, fmt, "channel"), stiffness(x, fmt), code_coordinate(x, fmt)),
+    tuple[Tensor, Tensor, Tensor, Tensor],
+)
 
 model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 1))
-assert_type(quantize_model(model, config=PrecisionConfig((LayerPrecisionRule("*", weight="E4M3", gradient=True),))), QuantizationReport)
+assert_type(
+    quantize_model(
+        model, config=PrecisionConfig((LayerPrecisionRule("*", weight="E4M3", gradient=True),))
+    ),
+    QuantizationReport,
+)
 assert_type(quantized_layers(model), Iterator[tuple[str, Quantized]])
 assert_type(store_on_grid(model, "grid_nearest"), list[str])
 assert_type(grid_weights(model), dict[str, GridTensor])
 assert_type(make_grid_tensor(x, fmt, "grid_nearest").dequantize(), Tensor)
-optimizers: list[torch.optim.Optimizer] = [StiffnessAdamW(quantized_weights(model).values(), fmt), RiemannianAdamW(model.parameters(), "E4M3", 0.1)]
+optimizers: list[torch.optim.Optimizer] = [
+    StiffnessAdamW(quantized_weights(model).values(), fmt),
+    RiemannianAdamW(model.parameters(), "E4M3", 0.1),
+]
 
 monitors = Monitors(model, optimizers, every=1)
 assert_type(monitors.end(), Measurement)

@@ -8,7 +8,8 @@ def has_content(path: Path) -> bool: return path.is_file() and path.stat().st_si
 
 
 def until(condition: Callable[[], bool], alive: Callable[[], bool], seconds: float = 60) -> None:
-    "Waits for a condition; fails at once if the process that should bring it about has ended, and when the time is over."
+    """Waits for a condition; fails at once if the process that should bring it about has ended,
+    and when the time is over."""
     end = time.monotonic() + seconds
     while not condition():
         assert alive(), "the process ended before"

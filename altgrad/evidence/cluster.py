@@ -33,25 +33,35 @@ def _work_on_node(setup: tuple, run: str, arm: Arm, device: str | None) -> dict[
     except (InputError, OSError) as e:
         return {"error": f"this machine lacks something: {' '.join(str(e).split())[:300]}"}
     if here != run:
-        return {"error": f"this machine has another text, checkpoint or code: its run would be {here}"}
+        return {
+            "error": f"this machine has another text, checkpoint or code: its run would be {here}"
+        }
     return sweep._work(arm) if device is None else _work_batch([arm], device)[0]
 
 # %% ../../nbs/evidence/05_cluster.ipynb #68d3eb91
 def _knock(address: str) -> None:
     "InputError unless something listens there; Ray itself would try for minutes."
     host, _, port = address.rpartition(":")
-    known = host and "://" not in address and port.isdecimal() and len(port) <= 5 and int(port) < 65536
+    known = (
+        host and "://" not in address and port.isdecimal() and len(port) <= 5 and int(port) < 65536
+    )
     if not known: raise InputError(f"a Ray address is HOST:PORT or auto, not {address!r}")
     try: socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, UnicodeError) as e:
-        raise InputError(f"no Ray cluster at {address}: {getattr(e, 'strerror', None) or e}") from None
+        raise InputError(
+            f"no Ray cluster at {address}: {getattr(e, 'strerror', None) or e}"
+        ) from None
 
+# %% ../../nbs/evidence/05_cluster.ipynb #67484230
 def _connect(ray: Any, address: str | None) -> None:
-    "Join a cluster, or start one; InputError where that fails. Ray would take the signal that ends a job for itself."
+    """Join a cluster, or start one; InputError where that fails.
+    Ray would take the signal that ends a job for itself."""
     ends = signal.getsignal(signal.SIGTERM)
     try: ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as e:
-        raise InputError(f"no Ray cluster at {address or 'this machine'}: {' '.join(str(e).split())[:200]}") from None
+        raise InputError(
+            f"no Ray cluster at {address or 'this machine'}: {' '.join(str(e).split())[:200]}"
+        ) from None
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ends)
@@ -80,10 +90,13 @@ class RayWorkers:
         self.setup = bench.folder.absolute(), data, bench.task, bench.cache
 
     def check(self) -> None:
-        "InputError where there is no Ray, or nobody listens at the address: known before anything is pretrained."
+        """InputError where there is no Ray, or nobody listens at the address:
+        known before anything is pretrained."""
         try: import ray  # noqa: F401
         except ModuleNotFoundError:
-            raise InputError("--executor ray needs the package ray (pip install 'altgrad[ray]')") from None
+            raise InputError(
+                "--executor ray needs the package ray (pip install 'altgrad[ray]')"
+            ) from None
         if self.address not in (None, "auto"): _knock(self.address)
 
     def __enter__(self) -> "RayWorkers":
@@ -94,7 +107,9 @@ class RayWorkers:
         if self.owner: _connect(ray, self.address)
         there = ray.cluster_resources()
         if self.gpus and not there.get("GPU"):
-            raise InputError("no machine of the Ray cluster has a GPU; without --ray-gpus the runs use the CPUs")
+            raise InputError(
+                "no machine of the Ray cluster has a GPU; without --ray-gpus the runs use the CPUs"
+            )
         self.task = ray.remote(num_cpus=self.cpus, max_retries=self.retries)(_work_on_node)
         shares = [there.get(kind, 1) / share
                   for kind, share in (("CPU", self.cpus), ("GPU", self.gpus)) if share]
@@ -104,7 +119,8 @@ class RayWorkers:
     def __exit__(self, *_) -> None:
         if self.owner: self.ray.shutdown()
     def submit(self, work: Callable, arm: Arm) -> Future:
-        "A run, somewhere; its future holds the row, or the error. One that cannot be stacked is made on a CPU."
+        """A run, somewhere; its future holds the row, or the error.
+        One that cannot be stacked is made on a CPU."""
         on_gpu = bool(self.gpus) and _kind_if_stacked(arm) is not None
         return self.task.options(num_gpus=self.gpus * on_gpu).remote(self.setup,
                                                                      self.sweep.run_id(arm), arm,

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# %% ../../nbs/evidence/00_instrument.ipynb #a776ce2a
 from ..geometry import optim
 from ..basics import InputError, is_number, unknown, write_atomic
 from ..numbers.formats import get_format, ulp
@@ -137,9 +138,10 @@ class Task:
     def __post_init__(self): _check_task(self)
 
 # %% ../../nbs/evidence/00_instrument.ipynb #35741ee3
-_TASK_RANGES = dict(steps=(1, 10**7), batch_size=(1, 2**16), warmup=(1, 10**7), chunks=(1, 10**6),
-                    windows=(1, 10**6), every=(1, 10**7),
-                    beta1=(0, 1), beta2=(0, 1), eps=(0, 1))  # from, to; the last three are below the second, and eps above the first
+_TASK_RANGES = dict(
+    steps=(1, 10**7), batch_size=(1, 2**16), warmup=(1, 10**7), chunks=(1, 10**6),
+    windows=(1, 10**6), every=(1, 10**7), beta1=(0, 1), beta2=(0, 1), eps=(0, 1),
+)  # from, to; the last three are below the second, and eps above the first
 
 def _check_task(task: Task) -> None:
     "InputError for a value that no task can have."
@@ -148,7 +150,13 @@ def _check_task(task: Task) -> None:
         whole = f.type in (int, "int")
         if not is_number(value) or whole and type(value) is not int:
             raise InputError(f"task {f.name} must be a {'whole ' * whole}number, not {value!r}")
-        if not low <= value <= high or not whole and value == high or f.name == "eps" and value == 0:
+        if (
+            not low <= value <= high
+            or not whole
+            and value == high
+            or f.name == "eps"
+            and value == 0
+        ):
             raise InputError(f"task {f.name} must lie between {low} and {high:,}, not {value}")
     if task.warmup > task.steps:
         raise InputError(f"task warmup must be at most steps, {task.steps}, not {task.warmup}")
@@ -166,11 +174,15 @@ def validation_pieces(
     if split not in SPLITS: raise unknown("split", split, SPLITS)
     size = len(tokens) // (len(SPLITS) * task.chunks)
     if size <= task.windows * block_size:
-        raise InputError(f"{len(tokens)} validation tokens are too few; allowed: more than {len(SPLITS) * task.chunks * (task.windows * block_size + 1)}")
+        raise InputError(
+            f"{len(tokens)} validation tokens are too few; allowed: more than "
+            f"{len(SPLITS) * task.chunks * (task.windows * block_size + 1)}"
+        )
     starts = [(len(SPLITS) * i + SPLITS.index(split)) * size for i in range(task.chunks)]
     pieces = [validation_windows(tokens[s : s + size], block_size, task.windows) for s in starts]
     return torch.cat([x for x, _ in pieces]), torch.cat([y for _, y in pieces])
 
+# %% ../../nbs/evidence/00_instrument.ipynb #1076db91
 @torch.no_grad()
 def piece_losses(
     model: nn.Module,
@@ -214,21 +226,38 @@ def _check_arm(a: Arm) -> None:
     for f in fields(a):
         value = getattr(a, f.name)
         if f.type in (float, "float"): object.__setattr__(a, f.name, _number(f.name, value))
-        if f.type in (str, "str") and not isinstance(value, str): raise InputError(f"{f.name} must be text, not {value!r}")
-    if get_format(a.format).bits != 8: raise InputError(f"an arm's format has 8 bits, not {a.format}")
-    for key, allowed in (("storage", arm_storages()), ("rule", RULES), ("placement", PLACEMENTS), ("split", SPLITS)):
+        if f.type in (str, "str") and not isinstance(value, str):
+            raise InputError(f"{f.name} must be text, not {value!r}")
+    if get_format(a.format).bits != 8:
+        raise InputError(f"an arm's format has 8 bits, not {a.format}")
+    for key, allowed in (
+        ("storage", arm_storages()),
+        ("rule", RULES),
+        ("placement", PLACEMENTS),
+        ("split", SPLITS),
+    ):
         if getattr(a, key) not in allowed: raise unknown(key, getattr(a, key), allowed)
-    if type(a.seed) is not int or not 0 <= a.seed < 2**31: raise InputError(f"seed must be a whole number from 0 to 2^31 - 1, not {a.seed!r}")
+    if type(a.seed) is not int or not 0 <= a.seed < 2**31:
+        raise InputError(f"seed must be a whole number from 0 to 2^31 - 1, not {a.seed!r}")
     if a.lr < 0 or a.floor_octaves < 0: raise InputError("lr and floor_octaves must be at least 0")
     if abs(a.power) > MOST_POWER:
-        raise InputError(f"power must be a number from -{MOST_POWER} to {MOST_POWER}, not {a.power:g}")
+        raise InputError(
+            f"power must be a number from -{MOST_POWER} to {MOST_POWER}, not {a.power:g}"
+        )
     check_pair(a.rule, a.storage)
     for key, usual in (("power", 0.0), ("placement", "update")):
-        if getattr(a, key) != usual and key not in RULES[a.rule].reads.split(): raise InputError(f"{a.rule} has no {key}")
+        if getattr(a, key) != usual and key not in RULES[a.rule].reads.split():
+            raise InputError(f"{a.rule} has no {key}")
     recipe_of(a.checkpoint)
 
+# %% ../../nbs/evidence/00_instrument.ipynb #42ffab13
 def _number(key: str, value: Any) -> float:
-    if not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) <= sys.float_info.max: return float(value)
+    if (
+        not isinstance(value, bool)
+        and isinstance(value, (int, float))
+        and abs(value) <= sys.float_info.max
+    ):
+        return float(value)
     raise InputError(f"{key} must be a finite number, not {value!r}")
 
 # %% ../../nbs/evidence/00_instrument.ipynb #9c8afdba
@@ -237,10 +266,15 @@ def make_rule(
     parameters: list[nn.Parameter],
     task: Task,
 ) -> torch.optim.Optimizer:
-    "The arm's update rule over these parameters: no weight decay, one pair of betas, one floor for all."
+    """The arm's update rule over these parameters:
+    no weight decay, one pair of betas, one floor for all."""
     arms = {key: getattr(arm, key) for key in ("lr", "power", "placement", "floor_octaves", "seed")}
     settings = RuleSettings(
-        fmt=arm.format, **arms, beta1=task.beta1, beta2=task.beta2, eps=task.eps,
+        fmt=arm.format,
+        **arms,
+        beta1=task.beta1,
+        beta2=task.beta2,
+        eps=task.eps,
         rounding="none",  # whole codes are the storage's business: float32 weights are not moved by them
     )
     return build_rule(arm.rule, parameters, settings)
@@ -255,13 +289,19 @@ class Bench:
         task: Task = Task(),
         cache: Path | str | None = None,  # of prepared texts, see `load_corpus`
     ):
-        self.folder, self.data, self.task, self.cache = Path(checkpoints), {"stdlib": "stdlib", **(data or {})}, task, cache
+        self.folder = Path(checkpoints)
+        self.data = {"stdlib": "stdlib", **(data or {})}
+        self.task = task
+        self.cache = cache
         self._corpora, self._states, self._frozen, self.code = {}, {}, {}, code_here()
 
     def corpus(self, label: str) -> Corpus:
         "The text of a label; InputError for an unknown one."
         if label not in self.data:
-            raise InputError(f"no text for the label {label!r}; say which: --corpus {label}=path:<file> (known: {', '.join(self.data)})")
+            raise InputError(
+                f"no text for the label {label!r}; say which: --corpus {label}=path:<file> (known: "
+                f"{', '.join(self.data)})"
+            )
         if label not in self._corpora:
             self._corpora[label] = load_corpus(self.data[label], cache=self.cache)
         return self._corpora[label]
@@ -324,7 +364,8 @@ _MUTE = ("annotation", "returns", "type_params", "type_comment", "kind",
          "ctx")  # parts of a syntax tree that say nothing of numbers
 
 def _says_nothing(node: Any) -> bool:
-    "Whether a statement cannot change a number: a docstring, an import from the package, an error, or a check that only raises one."
+    """Whether a statement cannot change a number: a docstring, an import from the package,
+    an error, or a check that only raises one."""
     if isinstance(node, ast.Expr): return isinstance(node.value, ast.Constant)
     if isinstance(node, ast.If):
         return not node.orelse and all(isinstance(s, ast.Raise) for s in node.body)
@@ -349,10 +390,12 @@ def code_hash(
 
 @cache
 def code_here() -> str:  # 16 hex digits
-    "The hash of this package's code; read once a process, when the first `Bench` is made, so that it is of what was loaded."
+    """The hash of this package's code; read once a process, when the first `Bench` is made,
+    so that it is of what was loaded."""
     return code_hash(files("altgrad").joinpath(f"{name}.py").read_text(encoding="utf-8")
                      for name in MODULES)
 
+# %% ../../nbs/evidence/00_instrument.ipynb #4dd077cf
 def identity(
     arm: Arm,
     bench: Bench,
@@ -368,10 +411,12 @@ def run_id(
     "The name of a run."
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
+# %% ../../nbs/evidence/00_instrument.ipynb #aeb6a4a0
 def row_identity(
     row: Mapping[str, Any],  # of a ledger
 ) -> dict[str, Any]:
-    "What `identity` said when the row was made; rows from before the code was recorded have no `code`."
+    """What `identity` said when the row was made;
+    rows from before the code was recorded have no `code`."""
     keys = (*(f.name for f in fields(Arm)), "task", "checkpoint_sha", "corpus_sha", "instrument",
             "code")
     return {key: row[key] for key in keys if row.get(key) is not None}
@@ -380,7 +425,11 @@ def row_identity(
 class Weights:
     "The trained weights: what the model multiplies with, and what the rule updates."
     def __init__(self, model: GPT, arm: Arm):
-        self.used = [m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
+        self.used = [
+            m.weight
+            for name, m in model.named_modules()
+            if isinstance(m, nn.Linear) and name != "lm_head"
+        ]
         storage = get_storage(arm.storage)
         self.fmt, self.on_grid = get_format(arm.format), storage.on_grid
         if storage.quantized and not storage.on_grid: quantize_model(model, arm.format)
@@ -388,7 +437,10 @@ class Weights:
         for p in model.parameters(): p.requires_grad_(id(p) in chosen)
         self.stored = self.used
         if self.on_grid:
-            grids = [make_grid_tensor(p, arm.format, arm.storage, arm.seed, number) for number, p in enumerate(self.used)]
+            grids = [
+                make_grid_tensor(p, arm.format, arm.storage, arm.seed, number)
+                for number, p in enumerate(self.used)
+            ]
             self.stored = [nn.Parameter(grid) for grid in grids]
             self.decode()
 
@@ -421,6 +473,7 @@ def _proposals() -> Iterator[list[Tensor]]:
     try: yield seen
     finally: optim.write = write
 
+# %% ../../nbs/evidence/00_instrument.ipynb #9ae28c1e
 @torch.no_grad()
 def explain_step(
     old: Tensor,  # the weight before, [..., elements]
@@ -434,7 +487,9 @@ def explain_step(
     tried, size = step != 0, (step / gap).abs()
     part = (new / there).abs().frac()
     changed = fake_quantize(old, fmt, scale) != fake_quantize(kept, fmt, scale)
-    noise, squares, size_of = (part * (1 - part) * there.square()).mean(-1), step.square().mean(-1), old.square().mean(-1)
+    noise = (part * (1 - part) * there.square()).mean(-1)
+    squares = step.square().mean(-1)
+    size_of = old.square().mean(-1)
     count = tried.sum(-1).double().clamp(min=1)
     return {"dead_zone": (tried & (size < 0.5)).sum(-1) / count,
             "stall": (tried & ~changed).sum(-1) / count,
@@ -458,6 +513,7 @@ def _weighted(rows: list[dict[str, float]], sizes: list[int]) -> dict[str, float
     "The mean of each number, weighted by `sizes`."
     return {key: sum(row[key] * n for row, n in zip(rows, sizes)) / sum(sizes) for key in rows[0]}
 
+# %% ../../nbs/evidence/00_instrument.ipynb #67be68a6
 @torch.no_grad()
 def explain_end(
     fmt: Any,  # the format, or its name
@@ -485,7 +541,8 @@ def run_arm(
     bench: Bench,
     make: Callable[[GPT, Arm], Weights] = Weights,  # of the trained weights; one of your own may look on
 ) -> dict[str, Any]:  # plain values: what the ledger keeps of a run
-    "Fine-tunes one arm and validates it; a function of `identity` alone, bit for bit on one machine."
+    """Fine-tunes one arm and validates it;
+    a function of `identity` alone, bit for bit on one machine."""
     began, model = time.perf_counter(), bench.model(arm.checkpoint)
     weights = make(model, arm)
     start = [p.detach().clone() for p in weights.used]
@@ -508,13 +565,17 @@ class Outcome(NamedTuple):
     weights: list[Tensor]  # the trained tensors
     seconds: float
 
+# %% ../../nbs/evidence/00_instrument.ipynb #9418a0df
 def make_row(
     arm: Arm,
     bench: Bench,
     run: Outcome,
 ) -> dict[str, Any]:  # plain values
     "The row of a run."
-    facts, task, frozen, raw = identity(arm, bench), bench.task, frozen_loss(arm, bench), sum(run.after) / bench.task.chunks
+    facts = identity(arm, bench)
+    task = bench.task
+    frozen = frozen_loss(arm, bench)
+    raw = sum(run.after) / bench.task.chunks
     diverged = len(run.losses) < task.steps or not raw <= frozen
     return {"run": run_id(facts), **asdict(arm), "checkpoint_sha": facts["checkpoint_sha"],
             "corpus_sha": facts["corpus_sha"],
@@ -550,6 +611,7 @@ def _train(
         else: course.append(_watched_update(weights, rule))
     return losses, course
 
+# %% ../../nbs/evidence/00_instrument.ipynb #91b3f18e
 def _validate(model: GPT, arm: Arm, bench: Bench) -> list[float]:
     "The losses of the pieces of the arm's split."
     x, y = validation_pieces(bench.corpus(arm.corpus).val, arm.split, model.config.block_size,
@@ -563,7 +625,9 @@ def frozen_loss(
     "The loss of the arm's checkpoint on its split, neither trained nor rounded."
     key = arm.checkpoint, arm.corpus, arm.split
     if key not in bench._frozen:
-        bench._frozen[key] = sum(_validate(bench.model(arm.checkpoint), arm, bench)) / bench.task.chunks
+        bench._frozen[key] = (
+            sum(_validate(bench.model(arm.checkpoint), arm, bench)) / bench.task.chunks
+        )
     return bench._frozen[key]
 
 # %% ../../nbs/evidence/00_instrument.ipynb #7aa96c6e
@@ -576,7 +640,8 @@ def _means(x: list[float], size: int) -> list[float]:
     return [_short(sum(x[i : i + size]) / len(x[i : i + size])) for i in range(0, len(x), size)]
 
 def _summary(course: list[dict[str, float]]) -> dict[str, float]:
-    "The mean of each measurement over the run (of its square, for an RMS), and the power of noise over that of steps."
+    """The mean of each measurement over the run (of its square, for an RMS),
+    and the power of noise over that of steps."""
     if not course: return {}
     mean = lambda key, power=1: sum(row[key] ** power for row in course) / len(course)
     means = {key: mean(key, 2) ** 0.5 if key.endswith("_rms") else mean(key) for key in course[0]}

@@ -50,11 +50,17 @@ def facts_of(
     like: Tensor,  # of any shape; the numbers get its dtype and device
 ) -> Facts:
     "The facts of formats as columns."
-    column = lambda values, dtype=like.dtype: torch.tensor(values, dtype=dtype, device=like.device).view(-1, 1)
+    column = lambda values, dtype=like.dtype: torch.tensor(
+        values, dtype=dtype, device=like.device
+    ).view(-1, 1)
     top, exponent = torch.frexp(torch.tensor([f.max for f in formats], dtype=torch.float64))
     whole = EXPONENT_BITS[like.dtype][0]
-    return Facts(column([2.0**-f.mantissa_bits for f in formats]), column([f.min_spacing for f in formats]), column([f.max for f in formats]),
-                 column(top.tolist(), torch.float64), column(exponent.tolist(), torch.int32), column([int(not f.mantissa_bits) for f in formats], whole))
+    return Facts(
+        column([2.0**-f.mantissa_bits for f in formats]), column([f.min_spacing for f in formats]),
+        column([f.max for f in formats]), column(top.tolist(), torch.float64),
+        column(exponent.tolist(), torch.int32),
+        column([int(not f.mantissa_bits) for f in formats], whole),
+    )
 
 # %% ../../nbs/evidence/04_replicas.ipynb #d38c3384
 def round_rows(
@@ -63,7 +69,8 @@ def round_rows(
     noise: Tensor | None = None,  # uniform numbers [R, n], for the rows that are rounded
     by_chance: Tensor | bool = True,  # [R, 1]; the others are rounded to nearest
 ) -> Tensor:
-    "Each row rounded to its own format, larger values to the largest: `fake_quantize` for many formats at once."
+    """Each row rounded to its own format, larger values to the largest:
+    `fake_quantize` for many formats at once."""
     a = z.abs().minimum(f.max)
     u = (first_bits(a) * f.unit).maximum(f.spacing)
     k, bits = a / u, torch.finfo(z.dtype).bits
@@ -72,7 +79,9 @@ def round_rows(
     steps = (k - odd).round() + odd
     if noise is not None:
         low = k.floor()
-        steps = torch.where(torch.as_tensor(by_chance, device=z.device), low + (k - low > noise), steps)
+        steps = torch.where(
+            torch.as_tensor(by_chance, device=z.device), low + (k - low > noise), steps
+        )
     return (steps * u).copysign(z)
 
 # %% ../../nbs/evidence/04_replicas.ipynb #3f13ba73
@@ -88,45 +97,80 @@ def grown_rows(
 
 # %% ../../nbs/evidence/04_replicas.ipynb #7d652a6d
 def stacks(storage: Storage) -> bool:
-    "Whether replicas can keep weights there: in float32, or on a grid of the arm's format without a residual."
-    return storage.rounding in (None, "nearest", "stochastic") and not storage.residual_bits and storage.fmt is None
+    """Whether replicas can keep weights there: in float32,
+    or on a grid of the arm's format without a residual."""
+    return (
+        storage.rounding in (None, "nearest", "stochastic")
+        and not storage.residual_bits
+        and storage.fmt is None
+    )
 
+# %% ../../nbs/evidence/04_replicas.ipynb #7db72703
 def kind_of(arm: Arm) -> tuple:
-    "What arms must have in common to be one batch: how the rule moves, and the model's shape; InputError for an arm that cannot be stacked."
+    """What arms must have in common to be one batch: how the rule moves, and the model's shape;
+    InputError for an arm that cannot be stacked."""
     fmt, r = get_format(arm.format), recipe_of(arm.checkpoint)[0]
     if not stacks(get_storage(arm.storage)):
-        raise InputError(f"replicas have no storage {arm.storage!r}; allowed: {', '.join(name for name in STORAGES if stacks(STORAGES[name]))}")
-    if fmt.code_minus_zero is None or not -100 < fmt.min_exponent <= fmt.max_exponent < 100 or fmt.twos_complement:
-        raise InputError(f"replicas take formats with sign, magnitude and less than float32's range, not {fmt.name}")
+        raise InputError(
+            f"replicas have no storage {arm.storage!r}; allowed: "
+            f"{', '.join(name for name in STORAGES if stacks(STORAGES[name]))}"
+        )
+    if (
+        fmt.code_minus_zero is None
+        or not -100 < fmt.min_exponent <= fmt.max_exponent < 100
+        or fmt.twos_complement
+    ):
+        raise InputError(
+            "replicas take formats with sign, magnitude and less than float32's range, not "
+            f"{fmt.name}"
+        )
     kind = get_rule(arm.rule).stacked(arm.placement)
     if kind is None:
-        raise InputError(f"replicas have no rule {arm.rule!r}; allowed: {', '.join(name for name in RULES if RULES[name].stacked())}")
+        raise InputError(
+            f"replicas have no rule {arm.rule!r}; allowed: "
+            f"{', '.join(name for name in RULES if RULES[name].stacked())}"
+        )
     return kind, r.n_layer, r.n_head, r.n_embd, r.block_size
 
+# %% ../../nbs/evidence/04_replicas.ipynb #1cd423a6
 def _kind_if_stacked(arm: Arm) -> tuple | None:
     "The kind, or None for an arm that cannot be stacked."
     try: return kind_of(arm)
     except InputError: return None
 
 # %% ../../nbs/evidence/04_replicas.ipynb #a67db992
-def _store(w: Tensor, before: Tensor, scale: Tensor, f: Facts, on_grid: Tensor, by_chance: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    "What the storages make of proposed weights `w` [R, n], and the scales [R, 1]: `write` of `altgrad.geometry.storage` for the rows on a grid."
+def _store(
+    w: Tensor, before: Tensor, scale: Tensor, f: Facts, on_grid: Tensor, by_chance: Tensor,
+    noise: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What the storages make of proposed weights `w` [R, n], and the scales [R, 1]:
+    `write` of `altgrad.geometry.storage` for the rows on a grid."""
     proposed, w = w, torch.where(w.isfinite(), w, before)
     scale = torch.where(on_grid, grown_rows(w.abs().amax(1, keepdim=True), scale, f), scale)
     return torch.where(on_grid, round_rows(w / scale, f, noise, by_chance) * scale, proposed), scale
 
 # %% ../../nbs/evidence/04_replicas.ipynb #7eafa526
 def _grid_key(arm: Arm) -> tuple:
-    "What arms share whose grids have the same numbers: the format and the floor, which plain AdamW has not."
+    """What arms share whose grids have the same numbers:
+    the format and the floor, which plain AdamW has not."""
     return arm.format, arm.rule, arm.floor_octaves
 
+# %% ../../nbs/evidence/04_replicas.ipynb #63e49e02
 class _Stacked:
-    "What a batch of arms consists of but for its storage, which `_start_storage` adds; the arms are of one kind and sorted by `_grid_key`."
+    """What a batch of arms consists of but for its storage, which `_start_storage` adds;
+    the arms are of one kind and sorted by `_grid_key`."""
     def __init__(self, arms: list[Arm], bench: Bench, device: torch.device | str):
         self.arms, self.task, self.device, self.kind = arms, bench.task, device, kind_of(arms[0])[0]
-        self.models = {name: bench.model(name).to(device).requires_grad_(False) for name in {a.checkpoint for a in arms}}
+        self.models = {
+            name: bench.model(name).to(device).requires_grad_(False)
+            for name in {a.checkpoint for a in arms}
+        }
         self.model = self.models[arms[0].checkpoint]
-        self.names = [f"{name}.weight" for name, m in self.model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
+        self.names = [
+            f"{name}.weight"
+            for name, m in self.model.named_modules()
+            if isinstance(m, nn.Linear) and name != "lm_head"
+        ]
         parts = [dict(self.models[a.checkpoint].named_parameters()) for a in arms]
         self.frozen = {name: torch.stack([p[name] for p in parts]) for name in parts[0]}
         self.shapes = [self.frozen[name].shape for name in self.names]
@@ -138,10 +182,13 @@ class _Stacked:
         return torch.tensor(values, dtype=dtype or self.w[0].dtype, device=self.device).view(-1, 1)
 
     def _start_rules(self) -> None:
-        "The settings of each replica's rule, from the rule itself; its moments; and the rows of each grid."
+        """The settings of each replica's rule, from the rule itself;
+        its moments; and the rows of each grid."""
         rules = [make_rule(a, [nn.Parameter(torch.zeros(1))], self.task) for a in self.arms]
         self.groups = [rule.param_groups[0] for rule in rules]
-        self.moments = [[torch.zeros_like(w) for _ in rules[0].moments(self.groups[0])] for w in self.w]
+        self.moments = [
+            [torch.zeros_like(w) for _ in rules[0].moments(self.groups[0])] for w in self.w
+        ]
         same = [len(list(rows)) for _, rows in groupby(_grid_key(a) for a in self.arms)]
         self.slices = [slice(end - n, end) for n, end in zip(same, accumulate(same))]
 
@@ -154,14 +201,21 @@ class _Batch(_Stacked):
         kinds = [get_storage(a.storage) for a in self.arms]
         self.facts = facts_of([g["fmt"] for g in self.groups], self.w[0])
         self.on_grid = column(kind.on_grid for kind in kinds)
-        self.master = column(kind.quantized and not kind.on_grid for kind in kinds)  # products see rounded weights, the rule float32 ones
+        # products see rounded weights, the rule float32 ones
+        self.master = column(kind.quantized and not kind.on_grid for kind in kinds)
         self.by_chance = column(kind.rounding == "stochastic" for kind in kinds)
-        self.any_grid, self.any_master, self.any_chance = (bool(mask.any()) for mask in (self.on_grid, self.master, self.by_chance))
-        self.alive, self.seeds = torch.ones_like(self.on_grid), self._column([a.seed for a in self.arms], torch.int64)
+        self.any_grid, self.any_master, self.any_chance = (
+            bool(mask.any()) for mask in (self.on_grid, self.master, self.by_chance)
+        )
+        self.alive, self.seeds = (
+            torch.ones_like(self.on_grid),
+            self._column([a.seed for a in self.arms], torch.int64),
+        )
         self.scale = self.fresh_scales()
         self.w = [torch.where(self.on_grid, q, w) for w, q in zip(self.w, self.rounded())]
         ratios = self._column([g.get("max_ratio", 0.0) for g in self.groups])
-        self.limits = [ratios * w.square().mean(1, keepdim=True).sqrt() for w in self.w]  # of Madam alone
+        # of Madam alone
+        self.limits = [ratios * w.square().mean(1, keepdim=True).sqrt() for w in self.w]
 
     def amax(self) -> Tensor:
         "The largest magnitudes, [R, tensors]."
@@ -174,11 +228,18 @@ class _Batch(_Stacked):
 
     def rounded(self) -> list[Tensor]:
         "The weights, rounded to nearest under their scales."
-        return [round_rows(w / s, self.facts) * s for w, s in zip(self.w, self.scale.unsqueeze(-1).unbind(1))]
+        return [
+            round_rows(w / s, self.facts) * s
+            for w, s in zip(self.w, self.scale.unsqueeze(-1).unbind(1))
+        ]
 
     def used(self) -> list[Tensor]:
         "What the model multiplies with, [R, ...] each."
-        chosen = [torch.where(self.master, q, w) for w, q in zip(self.w, self.rounded())] if self.any_master else self.w
+        chosen = (
+            [torch.where(self.master, q, w) for w, q in zip(self.w, self.rounded())]
+            if self.any_master
+            else self.w
+        )
         return [w.detach().view(shape) for w, shape in zip(chosen, self.shapes)]
 
 # %% ../../nbs/evidence/04_replicas.ipynb #99f39727
@@ -187,58 +248,87 @@ class _Updated(_Batch):
     @torch.no_grad()
     def _update(self, grads: list[Tensor], step: int) -> list[Tensor]:
         "Moves and stores every tensor; returns what was proposed."
-        for a, group in zip(self.arms, self.groups): group["lr"] = a.lr * ramp(step, self.task.steps, self.task.warmup)
+        for a, group in zip(self.arms, self.groups):
+            group["lr"] = a.lr * ramp(step, self.task.steps, self.task.warmup)
         like = torch.empty(0, dtype=self.w[0].dtype)
-        numbers = torch.stack([self.kind.numbers(like, group, step) for group in self.groups]).to(self.device)
-        grids, keys = self._grid_numbers(), rounding_key(self.seeds, step - 1, torch.arange(len(self.w), device=self.device))
+        numbers = torch.stack([self.kind.numbers(like, group, step) for group in self.groups]).to(
+            self.device
+        )
+        grids = self._grid_numbers()
+        keys = rounding_key(self.seeds, step - 1, torch.arange(len(self.w), device=self.device))
         proposed, stored, scales = [], [], []
         for l, (w, g) in enumerate(zip(self.w, grads)):
             proposed.append(self.move(w, g, self.moments[l], numbers, grids[:, l], self.limits[l]))
             new, scale = proposed[l], self.scale[:, l : l + 1]
             if self.any_grid:
                 noise = batch_noise(new, keys[:, l], 1, 24) if self.any_chance else None
-                new, scale = self.store(new, w, scale, self.facts, self.on_grid, self.by_chance, noise)
+                new, scale = self.store(
+                    new, w, scale, self.facts, self.on_grid, self.by_chance, noise
+                )
             stored.append(torch.where(self.alive, new, w))
             scales.append(scale)
         self.w = stored
-        self.scale = torch.where(self.on_grid, torch.where(self.alive, torch.cat(scales, 1), self.scale), self.fresh_scales())
+        self.scale = torch.where(
+            self.on_grid, torch.where(self.alive, torch.cat(scales, 1), self.scale),
+            self.fresh_scales(),
+        )
         return proposed
 
     def _grid_numbers(self) -> Tensor:
-        "What the rule needs of every grid, [R, tensors, K]: made format by format by the rules' own code."
+        """What the rule needs of every grid, [R, tensors, K]:
+        made format by format by the rules' own code."""
         make, amax, scale = self.kind.grid, self.amax().double(), self.scale.double()
         grids = lambda s: Grids(self.groups[s.start]["fmt"], scale[s].flatten(), amax[s].flatten())
-        rows = torch.cat([make(grids(s), self.groups[s.start]).unflatten(0, (-1, len(self.w))) for s in self.slices])
-        if make is stiffness_numbers: rows[..., -1] = self._column([group["power"] for group in self.groups], torch.float64)
+        rows = torch.cat([
+            make(grids(s), self.groups[s.start]).unflatten(0, (-1, len(self.w)))
+            for s in self.slices
+        ])
+        if make is stiffness_numbers:
+            rows[..., -1] = self._column([group["power"] for group in self.groups], torch.float64)
         return rows.to(self.w[0].dtype)
 
 # %% ../../nbs/evidence/04_replicas.ipynb #9b0d8b36
 RECOMPILES = 64  # kernels for a function, one a shape, before it is an error
 
+# %% ../../nbs/evidence/04_replicas.ipynb #d24773d0
 class Replicas(_Updated):
     "Arms trained at once."
-    def __init__(self, arms: list[Arm], bench: Bench, device: torch.device | str = "cpu", compiled: bool = False):
+    def __init__(
+        self, arms: list[Arm], bench: Bench, device: torch.device | str = "cpu",
+        compiled: bool = False,
+    ):
         super().__init__(arms, bench, device)
         if compiled: torch._dynamo.config.recompile_limit = RECOMPILES
-        wrap = partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
+        wrap = (
+            partial(torch.compile, fullgraph=True, dynamic=False)
+            if compiled
+            else lambda function: function
+        )
         self.losses, self.move, self.store = wrap(self._losses), wrap(self.kind.move), wrap(_store)
 
     def _losses(self, used: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
         "The loss of each replica, [R]."
-        def one(used, frozen, x, y): return loss_of(lambda tokens: functional_call(self.model, {**used, **frozen}, (tokens,)), x, y)
+        def one(used, frozen, x, y):
+            return loss_of(
+                lambda tokens: functional_call(self.model, {**used, **frozen}, (tokens,)), x, y
+            )
         return torch.vmap(one)(dict(zip(self.names, used)), self.frozen, x, y)
 
     def batch(self, bench: Bench, step: int) -> tuple[Tensor, Tensor]:
         "Every replica's own batch, [R, batch, T]."
         size = self.task.batch_size, self.model.config.block_size
-        drawn = {key: get_batch(bench.corpus(key[0]).train, *size, key[1], step) for key in {(a.corpus, a.seed) for a in self.arms}}
+        drawn = {
+            key: get_batch(bench.corpus(key[0]).train, *size, key[1], step)
+            for key in {(a.corpus, a.seed) for a in self.arms}
+        }
         x, y = zip(*(drawn[a.corpus, a.seed] for a in self.arms))
         return torch.stack(x).to(self.device), torch.stack(y).to(self.device)
 
     def step(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         "One update; the losses before it, the weights before it, and as the rule proposed them."
         used = [w.requires_grad_() for w in self.used()]
-        with sdpa_kernel(SDPBackend.MATH): losses = self.losses(used, x, y)  # the way to attend that vmap knows on every device
+        # the way to attend that vmap knows on every device
+        with sdpa_kernel(SDPBackend.MATH): losses = self.losses(used, x, y)
         grads = torch.autograd.grad(losses.sum(), used)
         self.alive = self.alive & losses.detach().isfinite().unsqueeze(1)
         return losses.detach(), self.w, self._update([g.flatten(1) for g in grads], step)
@@ -252,42 +342,57 @@ def _explain(r: Replicas, before: list[Tensor], proposed: list[Tensor]) -> list[
         fmt, means = r.groups[s.start]["fmt"], {}
         for l, three in enumerate(zip(before, proposed, r.w)):
             found = explain_step(*(w[s] for w in three), r.scale[s, l : l + 1], fmt)
-            for key, v in found.items(): means[key] = means.get(key, 0) + v.double() * three[0].shape[1]
+            for key, v in found.items():
+                means[key] = means.get(key, 0) + v.double() * three[0].shape[1]
         parts.append({key: v / total for key, v in means.items()})
     columns = {key: torch.cat([part[key] for part in parts]).tolist() for key in parts[0]}
     return [dict(zip(columns, values)) for values in zip(*columns.values())]
 
+# %% ../../nbs/evidence/04_replicas.ipynb #fb0499a1
 def _validate(r: Replicas, bench: Bench) -> list[list[float]]:
     "Every replica's validation losses, piece by piece, one replica after another."
     used, losses, texts = r.used(), [], {}
     for i, a in enumerate(r.arms):
         model, key = r.models[a.checkpoint], (a.corpus, a.split)
         if key not in texts:
-            pieces = validation_pieces(bench.corpus(a.corpus).val, a.split, model.config.block_size, r.task)
+            pieces = validation_pieces(
+                bench.corpus(a.corpus).val, a.split, model.config.block_size, r.task
+            )
             texts[key] = [t.to(r.device) for t in pieces]
         for name, w in zip(r.names, used): model.get_parameter(name).copy_(w[i])
         losses.append(piece_losses(model, *texts[key], r.task.chunks))
     return losses
 
+# %% ../../nbs/evidence/04_replicas.ipynb #584f7e57
 def _train(r: Replicas, bench: Bench) -> tuple[list[list[float]], list[list[dict[str, float]]]]:
-    "Makes all updates; each replica's losses as long as they were finite, and its explanations so far."
+    """Makes all updates; each replica's losses as long as they were finite,
+    and its explanations so far."""
     table, course = [], []
     for step in range(1, r.task.steps + 1):
         losses, before, proposed = r.step(*r.batch(bench, step), step)
         table.append(losses)
         if step % r.task.every == 0: course.append(_explain(r, before, proposed))
     losses = [list(takewhile(math.isfinite, row)) for row in torch.stack(table, 1).tolist()]
-    return losses, [[rows[i] for rows in course[: len(row) // r.task.every]] for i, row in enumerate(losses)]
+    return losses, [
+        [rows[i] for rows in course[: len(row) // r.task.every]] for i, row in enumerate(losses)
+    ]
 
 # %% ../../nbs/evidence/04_replicas.ipynb #29fda98f
-def _run_batch(arms: list[Arm], bench: Bench, device: torch.device | str, compiled: bool) -> list[dict[str, Any]]:
+def _run_batch(
+    arms: list[Arm], bench: Bench, device: torch.device | str, compiled: bool
+) -> list[dict[str, Any]]:
     "The rows of arms of one kind."
     began, r = time.perf_counter(), Replicas(arms, bench, device, compiled)
-    tensors = lambda: [[w[i].reshape(shape[1:]).cpu() for w, shape in zip(r.w, r.shapes)] for i in range(len(arms))]
+    tensors = lambda: [
+        [w[i].reshape(shape[1:]).cpu() for w, shape in zip(r.w, r.shapes)] for i in range(len(arms))
+    ]
     start, start_scales, before = tensors(), r.scale.cpu(), _validate(r, bench)
     losses, course = _train(r, bench)
     after, end, scales = _validate(r, bench), tensors(), r.scale.cpu()
-    facts = [explain_end(a.format, end[i], scales[i], start[i], start_scales[i]) for i, a in enumerate(arms)]
+    facts = [
+        explain_end(a.format, end[i], scales[i], start[i], start_scales[i])
+        for i, a in enumerate(arms)
+    ]
     seconds = (time.perf_counter() - began) / len(arms)
     runs = [Outcome(*run, seconds) for run in zip(before, losses, course, after, facts, end)]
     return [{**make_row(a, bench, run), "engine": "batched"} for a, run in zip(arms, runs)]
@@ -300,11 +405,13 @@ def run_arms(
     size: int = 64,  # replicas at once, at most
     compiled: bool = False,  # use torch.compile
 ) -> list[dict[str, Any]]:  # a row for each arm, in their order
-    "Trains many arms at once: the rows of `run_arm`, with `engine` set to batched and in `seconds` each one's share of the time."
+    """Trains many arms at once: the rows of `run_arm`,
+    with `engine` set to batched and in `seconds` each one's share of the time."""
     kinds, rows, arms = {}, {}, list(arms)
     for arm in sorted(set(arms), key=_grid_key): kinds.setdefault(kind_of(arm), []).append(arm)
     for same in kinds.values():
-        for i in range(0, len(same), size): rows |= zip(same[i : i + size], _run_batch(same[i : i + size], bench, device, compiled))
+        for i in range(0, len(same), size):
+            rows |= zip(same[i : i + size], _run_batch(same[i : i + size], bench, device, compiled))
     return [rows[arm] for arm in arms]
 
 # %% ../../nbs/evidence/04_replicas.ipynb #f4990cf5
@@ -313,12 +420,14 @@ def _work_batch(arms: list[Arm], device: str) -> list[dict[str, Any]]:
     try:
         here = {"error": None, "machine": machine(device), "versions": versions()}
         return [{**row, **here} for row in run_arms(arms, sweep._BENCH, device, len(arms))]
-    except Exception as e: return [{"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}] * len(arms)
+    except Exception as e:
+        return [{"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}] * len(arms)
 
 def _hand_out(futures: list[Future], done: Future) -> None:
     "Gives every run of a batch its row."
     for i, future in enumerate(futures):
-        if done.cancelled() or done.exception(): future.set_exception(BrokenProcessPool("the worker process died"))
+        if done.cancelled() or done.exception():
+            future.set_exception(BrokenProcessPool("the worker process died"))
         else: future.set_result(done.result()[i])
 
 # %% ../../nbs/evidence/04_replicas.ipynb #d76e7f86
@@ -332,8 +441,13 @@ class _Waiting:
         device: str = "cpu",
         linger: float = 0.3,  # seconds without a new run after which a batch begins
     ):
-        self.workers, self.size, self.device, self.linger = sweep.Workers(processes, setup), size, device, linger
-        self.count, self.pool, self.waiting, self.flying, self.lock = processes * size, self, {}, set(), threading.RLock()
+        self.workers = sweep.Workers(processes, setup)
+        self.size = size
+        self.device = device
+        self.linger = linger
+        self.count, self.pool, self.waiting, self.flying, self.lock = (
+            processes * size, self, {}, set(), threading.RLock()
+        )
         self.timer = None
 
     def _later(self) -> None:

@@ -33,6 +33,7 @@ class Bracket(NamedTuple):
     unstable: int | None  # the lowest that is not
     next: int | None  # what to try; None: done
 
+# %% ../../nbs/evidence/03_stability.ipynb #733f3928
 def bracket(
     is_stable: Callable[[int], bool | None],  # of a rate; None if it was not tried
 ) -> Bracket:
@@ -102,7 +103,8 @@ class StabilitySearch(Sweep):
                      if self.run_id(arm) not in self.rows]  # a failed run is there
         return Plan("max-lr" if jobs else "done", jobs, list(self.matrix.cells), {})
     def found(self) -> list[dict[str, Any]]:
-        "For each arm: its largest stable rate and the smallest unstable one, or None, and whether the search is over."
+        """For each arm: its largest stable rate and the smallest unstable one,
+        or None, and whether the search is over."""
         return [_row_of(cell, guess, self.bracket(cell, guess))
                 for cell, guess in self.matrix.cells]
 
@@ -115,44 +117,75 @@ def thresholds_of(
     arms: dict[tuple, dict[float, list[bool]]] = {}
     for r in rows:
         if r.get("stage") != "max-lr" or r.get("error"): continue
-        arms.setdefault(tuple(r[key] for key in _ARM), {}).setdefault(r["lr"], []).append(r["diverged"])
+        arms.setdefault(tuple(r[key] for key in _ARM), {}).setdefault(r["lr"], []).append(
+            r["diverged"]
+        )
     found = []
     for arm, rates in arms.items():
         unstable = min((lr for lr, ends in rates.items() if any(ends)), default=None)
         whole = [lr for lr, ends in rates.items() if len(ends) >= runs and not any(ends)]
         stable = max((lr for lr in whole if unstable is None or lr < unstable), default=None)
-        narrow = stable is not None and unstable is not None and unstable / stable < 2 ** (1.01 / PARTS)
+        narrow = (
+            stable is not None and unstable is not None and unstable / stable < 2 ** (1.01 / PARTS)
+        )
         found.append({**dict(zip(_ARM, arm)), "stable": stable, "unstable": unstable,
                       "done": narrow or None in (stable, unstable) and len(rates) > FURTHEST})
     return found
 
 # %% ../../nbs/evidence/03_stability.ipynb #71588f79
+def _draw_rates(ax: Any, rows: list[Mapping[str, Any]], label: str, style: str) -> None:
+    "A storage's largest stable rates: a line over the formats, or across for the one without."
+    rows = sorted(rows, key=lambda r: EIGHT_BIT.index(r["format"]))
+    rates = [r["stable"] for r in rows]
+    if len(rows) == 1: ax.axhline(rates[0], ls=style, color="0.4", lw=1, label=label)
+    if len(rows) < 2: return
+    x = [EIGHT_BIT.index(r["format"]) for r in rows]
+    ax.plot(x, rates, style, color="0.4", lw=1, label=label)
+    ax.scatter(x, rates, color=[COLORS[r["format"]] for r in rows], zorder=3)
+
+def _draw_none(ax: Any, rows: list[Mapping[str, Any]]) -> None:
+    "Crosses at the foot, for formats without a stable rate."
+    x = [EIGHT_BIT.index(r["format"]) for r in rows if r["done"] and r["stable"] is None]
+    at = ax.get_xaxis_transform()
+    if x: ax.plot(x, len(x) * [0.03], "x", color="C3", transform=at, clip_on=False)
+
+# %% ../../nbs/evidence/03_stability.ipynb #4ecf91ec
 def plot_max_lr(
     found: Iterable[Mapping[str, Any]],  # rows of `StabilitySearch.found`
     best: Mapping[tuple, float] = {},  # noqa: B006 (format, storage, rule, power) to the tuned learning rate, drawn as a circle
 ) -> Any:  # the matplotlib figure
-    "Draw the largest stable learning rate by format: a panel for each rule, a line for each storage; at the foot, none."
+    """Draw the largest stable learning rate by format: a panel for each rule,
+    a line for each storage; at the foot, none."""
     import matplotlib.pyplot as plt
 
     found = list(found)
     rules = list(dict.fromkeys((r["rule"], r["power"]) for r in found))
-    fig, axes = plt.subplots(1, len(rules), figsize=(1 + 3.4 * len(rules), 3.4), squeeze=False, layout="constrained")
+    fig, axes = plt.subplots(
+        1, len(rules), figsize=(1 + 3.4 * len(rules), 3.4), squeeze=False, layout="constrained"
+    )
     styles = dict(zip(dict.fromkeys(r["storage"] for r in found), ("-", "--", ":", "-.")))
     for ax, (rule, power) in zip(axes[0], rules):
         for storage, style in styles.items():
-            rows = [r for r in found if (r["rule"], r["power"], r["storage"]) == (rule, power, storage) and r["stable"]]
-            rows.sort(key=lambda r: EIGHT_BIT.index(r["format"]))
-            x = [EIGHT_BIT.index(r["format"]) for r in rows]
-            if len(rows) == 1: ax.axhline(rows[0]["stable"], ls=style, color="0.4", lw=1, label=storage.replace("_", " "))
+            rows = [
+                r
+                for r in found
+                if (r["rule"], r["power"], r["storage"]) == (rule, power, storage) and r["stable"]
+            ]
+            _draw_rates(ax, rows, storage.replace("_", " "), style)
             if len(rows) < 2: continue
-            ax.plot(x, [r["stable"] for r in rows], style, color="0.4", lw=1, label=storage.replace("_", " "))
-            ax.scatter(x, [r["stable"] for r in rows], color=[COLORS[r["format"]] for r in rows], zorder=3)
-            tuned = [(EIGHT_BIT.index(f), lr) for (f, s, u, p), lr in best.items() if (s, u, p) == (storage, rule, power)]
+            tuned = [
+                (EIGHT_BIT.index(f), lr)
+                for (f, s, u, p), lr in best.items()
+                if (s, u, p) == (storage, rule, power)
+            ]
             if tuned: ax.plot(*zip(*tuned), "o", mfc="none", color="0.5", ms=7, lw=0)
-        nowhere = [EIGHT_BIT.index(r["format"]) for r in found if (r["rule"], r["power"]) == (rule, power) and r["done"] and r["stable"] is None]
-        if nowhere: ax.plot(nowhere, len(nowhere) * [0.03], "x", color="C3", transform=ax.get_xaxis_transform(), clip_on=False)
-        ax.set(yscale="log", title=f"{rule}, power {power:g}" if rule == "stiffness_adamw" else str(rule))
-        ax.set_xticks(range(len(EIGHT_BIT)), EIGHT_BIT, rotation=60, fontsize=8), ax.grid(axis="y", alpha=0.3)
+        _draw_none(ax, [r for r in found if (r["rule"], r["power"]) == (rule, power)])
+        ax.set(
+            yscale="log",
+            title=f"{rule}, power {power:g}" if rule == "stiffness_adamw" else str(rule),
+        )
+        ax.set_xticks(range(len(EIGHT_BIT)), EIGHT_BIT, rotation=60, fontsize=8)
+        ax.grid(axis="y", alpha=0.3)
     axes[0, 0].set_ylabel("largest stable learning rate")
     axes[0, 0].legend(frameon=False, fontsize=8)
     return fig

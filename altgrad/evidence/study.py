@@ -61,7 +61,8 @@ class Study:
     frozen: np.ndarray  # the frozen model's loss on the confirmation split, [checkpoint]
 
     def cell(self, fmt: str, storage: str, power: float = 0.0, **how: Any) -> Arm:
-        "The cell of a format, a storage and a rule (`how` may hold rule and placement), by the name that the matrices have."
+        """The cell of a format, a storage and a rule (`how` may hold rule and placement),
+        by the name that the matrices have."""
         first = next(iter(self.tuned))
         cell = Arm(**{"format": fmt, "storage": storage, "power": power, "lr": 0.0,
                       "checkpoint": self.checkpoints[0], "corpus": first.corpus, **how})
@@ -88,7 +89,8 @@ class Study:
 
 # %% ../../nbs/evidence/02_study.ipynb #45f08062
 def _frozen_pieces(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], np.ndarray]:
-    "The frozen model's pieces, by checkpoint and split: the mean profile of good runs with the frozen mean."
+    """The frozen model's pieces, by checkpoint and split:
+    the mean profile of good runs with the frozen mean."""
     profiles, means = defaultdict(list), {}
     for row in rows:
         if row.get("error"): continue
@@ -119,16 +121,22 @@ def _same_everywhere(rows: Iterable[Mapping[str, Any]]) -> None:
         known: dict[str, Any] = {}
         for row in rows:
             if not row.get("error") and known.setdefault(row[name], row[sha]) != row[sha]:
-                raise InputError(f"the ledger holds two {row[name]!r} (column {sha}): allowed is one")
+                raise InputError(
+                    f"the ledger holds two {row[name]!r} (column {sha}): allowed is one"
+                )
 
+# %% ../../nbs/evidence/02_study.ipynb #d039ef69
 def build_study(
     rows: Iterable[Mapping[str, Any]],  # of any ledger; what belongs to other matrices is ignored
     matrices: Iterable[Matrix],  # with the same checkpoints, confirmation seeds and text
 ) -> Study:
-    "Looks up all that the matrices ask for; InputError where they or the rows do not belong together."
+    """Looks up all that the matrices ask for;
+    InputError where they or the rows do not belong together."""
     matrices, rows = list(matrices), list(rows)
     if len({(m.checkpoints, m.confirm_seeds, m.task, m.cells[0][0].corpus) for m in matrices}) != 1:
-        raise InputError("the matrices of a study must share checkpoints, confirmation seeds, task and text")
+        raise InputError(
+            "the matrices of a study must share checkpoints, confirmation seeds, task and text"
+        )
     first = matrices[0]
     mine = [r for r in rows if r["checkpoint"] in first.checkpoints
             and r["corpus"] == first.cells[0][0].corpus]
@@ -189,14 +197,20 @@ def progress(
     return Progress(matrix.tier, matrix.name, tuning, grid, len(confirmed), planned,
                     sum(map(is_frozen, confirmed)), edges)
 
+# %% ../../nbs/evidence/02_study.ipynb #2580aecd
 def progress_table(
     items: Iterable[Progress],
 ) -> str:  # Markdown
     "One line a matrix."
-    lines = ["| tier | matrix | state | tuning runs | confirmation runs | counted as frozen | rates on an edge |",
-             "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| tier | matrix | state | tuning runs | confirmation runs | counted as frozen | rates on "
+        "an edge |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for p in items:
-        planned = f"at least {p.tuning_planned}" if p.tuning < p.tuning_planned else str(p.tuning_planned)
+        planned = (
+            f"at least {p.tuning_planned}" if p.tuning < p.tuning_planned else str(p.tuning_planned)
+        )
         confirmed = f"{p.confirmed} of {p.confirmed_planned}"
         cells = (p.tier, p.name, f"**{p.state}**", f"{p.tuning} of {planned}", confirmed, p.frozen,
                  p.edges)
@@ -205,7 +219,8 @@ def progress_table(
 
 # %% ../../nbs/evidence/02_study.ipynb #51797f95
 POWERS = (-1.0, -0.5, 0.0, 0.5, 1.0)  # the planned ones
-RANKED = tuple(f for f in EIGHT_BIT if f != "E1M6")  # that one is E0M7 again, a check of the harness
+# that one is E0M7 again, a check of the harness
+RANKED = tuple(f for f in EIGHT_BIT if f != "E1M6")
 PRIMARY = tuple(f for f in RANKED if f != "E0M7")  # formats with more than one spacing
 QUANTIZED = ("grid_stochastic", "grid_nearest", "master")  # storages, in the order of the protocol
 Weights = dict[Arm, float]  # a weight for each cell
@@ -245,12 +260,15 @@ def contrast(
 # %% ../../nbs/evidence/02_study.ipynb #d918a6ef
 @lru_cache(maxsize=16)
 def _draws(checkpoints: int, seeds: int, pieces: int, draws: int) -> tuple[np.ndarray, np.ndarray]:
-    "How often each pair [draws, checkpoints * seeds] and each piece [draws, pieces] was drawn, as shares."
+    """How often each pair [draws, checkpoints * seeds] and each
+    piece [draws, pieces] was drawn, as shares."""
     rng = np.random.default_rng(0)
     first = rng.integers(checkpoints, size=(draws, checkpoints, 1))
     pairs = (first * seeds
              + rng.integers(seeds, size=(draws, checkpoints, seeds))).reshape(draws, -1)
-    count = lambda drawn, n: np.apply_along_axis(np.bincount, 1, drawn, minlength=n) / drawn.shape[1]
+    count = lambda drawn, n: (
+        np.apply_along_axis(np.bincount, 1, drawn, minlength=n) / drawn.shape[1]
+    )
     return count(pairs, checkpoints * seeds), count(rng.integers(pieces, size=(draws, pieces)),
                                                     pieces)
 
@@ -273,7 +291,8 @@ class Variance(NamedTuple):
 def mean_variance(
     x: np.ndarray,  # [checkpoints, seeds], at least 2 x 2
 ) -> Variance:
-    "The balanced one-way random-effects model: the variance of the checkpoints' means, checkpoints - 1 degrees of freedom."
+    """The balanced one-way random-effects model: the variance of the checkpoints' means,
+    checkpoints - 1 degrees of freedom."""
     C, n = x.shape
     middle = x.mean(1, keepdims=True)
     between = n * ((middle - x.mean()) ** 2).sum() / (C - 1)
@@ -283,6 +302,7 @@ def mean_variance(
 # %% ../../nbs/evidence/02_study.ipynb #0c925b37
 LEAST_P = 0.001  # the smallest p-value that a few checkpoints can carry
 
+# %% ../../nbs/evidence/02_study.ipynb #8f94aed7
 class Effect(NamedTuple):
     "An estimate with its two intervals."
     mean: float
@@ -303,6 +323,7 @@ class Effect(NamedTuple):
     @property
     def high(self) -> float: return max(self.boot[1], self.t[1])
 
+# %% ../../nbs/evidence/02_study.ipynb #956432eb
 def effect(
     d: np.ndarray,  # [checkpoints, seeds, pieces], from `contrast`
     draws: int = 10_000,
@@ -313,10 +334,16 @@ def effect(
     v = mean_variance(pairs)
     return _effect(float(pairs.mean()), v.of_mean, v.df, bootstrap(d, draws), pairs)
 
+# %% ../../nbs/evidence/02_study.ipynb #274f90af
 def _effect(mean: float, variance: float, df: int, drawn: np.ndarray, pairs: np.ndarray) -> Effect:
-    "An estimate from the variance of a mean, means drawn by the bootstrap, and the pairs [checkpoints, seeds]."
+    """An estimate from the variance of a mean, means drawn by the bootstrap,
+    and the pairs [checkpoints, seeds]."""
     half = float(student_t.ppf(0.975, df)) * math.sqrt(variance)
-    p = float(2 * student_t.sf(abs(mean) / math.sqrt(variance), df)) if variance else float(mean == 0)
+    p = (
+        float(2 * student_t.sf(abs(mean) / math.sqrt(variance), df))
+        if variance
+        else float(mean == 0)
+    )
     low, high = np.quantile(drawn, (0.025, 0.975)).tolist()
     return Effect(mean, (low, high), (mean - half, mean + half), max(p, LEAST_P),
                   tuple(pairs.mean(1).tolist()), pairs.shape[1])
@@ -327,11 +354,13 @@ def difference(
     b: np.ndarray,  # [checkpoints, seeds, pieces], of runs that started from other checkpoints
     draws: int = 10_000,
 ) -> Effect | None:  # None below two complete seeds; `by_checkpoint` and `seeds` are those of `a`
-    "The mean of `a` minus the mean of `b`, which share nothing; the smaller number of degrees of freedom counts."
+    """The mean of `a` minus the mean of `b`, which share nothing;
+    the smaller number of degrees of freedom counts."""
     if min(a.shape[1], b.shape[1]) < 2: return None
     one, two = mean_variance(a.mean(2)), mean_variance(b.mean(2))
-    drawn = bootstrap(a, draws) - np.roll(bootstrap(b, draws),
-                                          1)  # equal shapes are drawn alike: the next draw is another one
+    drawn = bootstrap(a, draws) - np.roll(
+        bootstrap(b, draws), 1
+    )  # equal shapes are drawn alike: the next draw is another one
     return _effect(float(a.mean() - b.mean()), one.of_mean + two.of_mean, min(one.df, two.df),
                    drawn, a.mean(2))
 
@@ -366,7 +395,8 @@ def equivalent(
     e: Effect | None,
     bound: float = SMALLEST,
 ) -> str:
-    "Two one-sided tests: holds if both intervals lie inside the bound, refuted if one lies outside, else not shown."
+    """Two one-sided tests: holds if both intervals lie inside the bound,
+    refuted if one lies outside, else not shown."""
     if e is None: return "not run"
     if -bound < e.low and e.high < bound: return "holds"
     outside = any(low > bound or high < -bound for low, high in (e.boot, e.t))
@@ -391,6 +421,7 @@ MEANING = {
     Answer.NOT_RUN: "no complete pair of runs",
 }
 
+# %% ../../nbs/evidence/02_study.ipynb #948969cf
 class Verdict(NamedTuple):
     "What became of a hypothesis."
     verdict: Answer
@@ -426,6 +457,7 @@ def positive(
         return Verdict(Answer.TOO_SMALL, words)
     return Verdict(share_shown(len(shown), len(effects)), words)
 
+# %% ../../nbs/evidence/02_study.ipynb #55c740af
 def negative(e: Effect | None) -> Verdict:
     "H1b: below zero; refuted if an interval includes zero or lies above."
     if e is None: return NO_PAIR
@@ -433,7 +465,8 @@ def negative(e: Effect | None) -> Verdict:
                    f"{effect_text(e)} a mantissa bit")
 
 def below(effects: Mapping[str, Effect | None]) -> Verdict:
-    "H2: the difference is below zero; refuted where an interval lies above, not shown where it includes zero."
+    """H2: the difference is below zero; refuted where an interval lies above,
+    not shown where it includes zero."""
     known = {f: e for f, e in effects.items() if e}
     if not known: return NO_PAIR
     yes = [f for f, e in known.items() if e.sign < 0]
@@ -449,8 +482,10 @@ def all_equivalent(
     said = {name: equivalent(e) for name, e in effects.items()}
     count = Counter(said.values())
     within, outside = count[Answer.HOLDS], _names(n for n, v in said.items() if v == Answer.REFUTED)
-    words = (f"{within} of {len(said)} arms within {SMALLEST:g} nats, {count[Answer.REFUTED]} outside, "
-             f"{count[Answer.NOT_SHOWN]} undecided, {count[Answer.NOT_RUN]} not run")
+    words = (
+        f"{within} of {len(said)} arms within {SMALLEST:g} nats, {count[Answer.REFUTED]} outside, "
+        f"{count[Answer.NOT_SHOWN]} undecided, {count[Answer.NOT_RUN]} not run"
+    )
     if count[Answer.NOT_RUN] == len(said): return Verdict(Answer.NOT_RUN, words)
     if count[Answer.REFUTED]: return Verdict(Answer.REFUTED, f"{words}: outside are {outside}")
     return Verdict(share_shown(within, len(said)), words)
@@ -465,22 +500,31 @@ def same_weights(
     shared = ("storage", "lr", "seed", "checkpoint_sha", "corpus_sha", "split", "machine",
               "versions", "floor_octaves")
     for row in rows:
-        meant = row["format"] in formats and row["rule"] == "stiffness_adamw" and row["placement"] == "update"
+        meant = (
+            row["format"] in formats
+            and row["rule"] == "stiffness_adamw"
+            and row["placement"] == "update"
+        )
         if meant and not row.get("error"):
             groups[tuple(str(row.get(k)) for k in shared)].append(row["weights_sha"])
     many = {k: v for k, v in groups.items() if len(v) > 1}
     wrong = {k: v for k, v in many.items() if len(set(v)) > 1}
     if not many: return Verdict(Answer.NOT_RUN, "no two such runs")
     runs, storages = sum(map(len, many.values())), sorted({storage for storage, *_ in many})
-    words = (f"{runs} runs in {len(many)} groups of equal rate, seed and checkpoint ({_names(storages)}); "
-             f"{len(wrong)} groups with more than one hash")
+    words = (
+        f"{runs} runs in {len(many)} groups of equal rate, seed and checkpoint "
+        f"({_names(storages)}); "
+        f"{len(wrong)} groups with more than one hash"
+    )
     return Verdict(Answer.REFUTED if wrong else Answer.HOLDS, words)
 
+# %% ../../nbs/evidence/02_study.ipynb #cd2181cd
 def trains(
     effects: Mapping[str, tuple[Effect | None, float]],  # by storage: frozen minus loss, share of diverged runs
     least: float = 0.1,  # nats
 ) -> Verdict:
-    "H5: fewer than half of the runs diverge, and the loss is below the frozen one by `least`, in each storage."
+    """H5: fewer than half of the runs diverge,
+    and the loss is below the frozen one by `least`, in each storage."""
     known = {s: (e, share) for s, (e, share) in effects.items() if e}
     good = [s for s, (e, share) in known.items() if share < 0.5 and e.low > least]
     words = "; ".join(f"{s}: {effect_text(e)} below frozen, {share:.0%} diverged"
@@ -503,7 +547,8 @@ def effect_text(
 
 # %% ../../nbs/evidence/02_study.ipynb #1dbcd0c8
 def candidates(study: Study, fmt: str, storage: str) -> dict[Arm, float]:
-    "The rules that compete for a format under a storage, with their tuning losses: tuned there and in FP32."
+    """The rules that compete for a format under a storage,
+    with their tuning losses: tuned there and in FP32."""
     ready = lambda cell: cell in study.tuned and not study.tuned[cell].missing
     cells = [a for a in study.tuned if (a.format, a.storage) == (fmt, storage) and ready(a)
              and ready(replace(a, storage="fp32"))]
@@ -541,6 +586,7 @@ class Ranking(NamedTuple):
         "The formats whose gain is shown, largest first."
         return [f for f, e in self.gains.items() if e.sign > 0]
 
+# %% ../../nbs/evidence/02_study.ipynb #77389c12
 def rank_gains(
     study: Study,
     storage: str,
@@ -560,8 +606,10 @@ def rank_gains(
     if gains[first].sign <= 0: return Ranking(Place.NO_GAIN, gains, lead)
     return Ranking(Place.WINNER if lead and lead.sign > 0 else Place.NO_WINNER, gains, lead)
 
+# %% ../../nbs/evidence/02_study.ipynb #a5e037f5
 def _lead(first: tuple[Study, np.ndarray], second: tuple[Study, np.ndarray]) -> Effect | None:
-    "What one gain is above another: paired over the seeds that both have, if they are of one study."
+    """What one gain is above another: paired over the seeds that both have,
+    if they are of one study."""
     (one, a), (other, b) = first, second
     if one is not other: return difference(a, b)
     seeds = min(a.shape[1], b.shape[1])  # runs come seed by seed
@@ -610,8 +658,10 @@ class Moved(NamedTuple):
         "Whether the sign is the same throughout."
         return self.low > 0 or self.high < 0
 
+# %% ../../nbs/evidence/02_study.ipynb #f6878422
 def _moved(study: Study, weights: Weights, loss: Callable[[Arm, int], float]) -> Moved | None:
-    "The range of a contrast over the places of its arms' grids; None where an arm has no loss at its tuned rate."
+    """The range of a contrast over the places of its arms' grids;
+    None where an arm has no loss at its tuned rate."""
     tuned, low, high, missing = 0.0, 0.0, 0.0, 0
     for cell, w in weights.items():
         if not w: continue
@@ -627,6 +677,7 @@ def _moved(study: Study, weights: Weights, loss: Callable[[Arm, int], float]) ->
         missing = missing + 3 - len(there)
     return Moved(tuned, low, high, missing)
 
+# %% ../../nbs/evidence/02_study.ipynb #8db7e48f
 def moved_on_tuning(
     study: Study,
     weights: Weights,  # e.g. of D or a gain
@@ -666,6 +717,7 @@ def _press(X: np.ndarray, y: np.ndarray) -> np.ndarray:
     keep = ~np.eye(len(y), dtype=bool)
     return np.array([_fit(X[k], y[k], X[~k])[0] for k in keep])
 
+# %% ../../nbs/evidence/02_study.ipynb #bd6dc2f4
 def leave_one_out(
     metrics: Mapping[str, np.ndarray],  # name to values [formats]
     y: np.ndarray,  # effects [formats], at least 5
@@ -673,7 +725,9 @@ def leave_one_out(
 ) -> Prediction:
     "Predicts each format from the others, the choice of metrics included."
     sets = [s for k in range(1, most + 1) for s in combinations(metrics, k)]
-    table = lambda names: np.column_stack([(metrics[n] - metrics[n].mean()) / (metrics[n].std() or 1.0) for n in names])
+    table = lambda names: np.column_stack([
+        (metrics[n] - metrics[n].mean()) / (metrics[n].std() or 1.0) for n in names
+    ])
     predicted, chosen, plain = [], [], []
     for k in ~np.eye(len(y), dtype=bool):
         best = min(sets, key=lambda names: (((_press(table(names)[k], y[k]) - y[k]) ** 2).sum()))
@@ -693,6 +747,7 @@ class Cost(NamedTuple):
     noise: float  # power of the rounding noise of a step over that of the weights
     runs: int
 
+# %% ../../nbs/evidence/02_study.ipynb #91ec13b7
 def costs(study: Study, storage: str, rule: str = "stiffness_adamw") -> list[Cost]:
     "All runs that have a twin in FP32, averaged by format, power and rate; without diverged runs."
     groups = defaultdict(list)
@@ -706,6 +761,7 @@ def costs(study: Study, storage: str, rule: str = "stiffness_adamw") -> list[Cos
              for key, found in sorted(groups.items()))
     return [Cost(*key, excess, noise, runs) for key, (excess, noise), runs in means]
 
+# %% ../../nbs/evidence/02_study.ipynb #1338aa77
 def predict_costs(
     points: list[Cost],
     same: tuple[str, ...] = ("lr",),  # fields of `Cost` on which the constant may depend
@@ -767,12 +823,14 @@ def _heights(
     shown, (low, high) = (np.log(column), np.log(ends)) if log else (column, ends)
     return (shown - low) / ((high - low) or 1.0), (float(ends.min()), float(ends.max()))
 
+# %% ../../nbs/evidence/02_study.ipynb #866e7deb
 def plot_parallel(
     values: Mapping[str, Mapping[str, float]],  # line to axis to number; names of formats give the colours
     ax: Any,  # matplotlib's
     log: Iterable[str] = (),  # axes with a logarithmic scale
 ) -> None:
-    "Draw parallel coordinates: a line for each name, an axis for each number, from its least to its largest."
+    """Draw parallel coordinates: a line for each name,
+    an axis for each number, from its least to its largest."""
     axes, log = list(next(iter(values.values()))), set(log)
     place = np.full((len(axes), len(values)), np.nan)
     for i, name in enumerate(axes):

@@ -29,9 +29,12 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
+# %% ../../nbs/evidence/01_sweep.ipynb #6fdd2ca9
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+)
 
 from ..basics import (InputError, html_card, is_number, one_line, parse_json, parse_yaml,
                             svg_bars, unknown)
@@ -60,10 +63,18 @@ class Matrix:
     task: Task = field(default_factory=Task)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e5b98592
-_KEYS = {"": ("name", "tier", "corpus", "checkpoints", "arms", "tune", "confirm", "extend_power", "task"), "arms": (*AXES, "lr", "exclude"),
-         "tune": ("seeds", "points", "most"), "confirm": ("seeds",),
-         "extend_power": ("step", "limit"), "task": tuple(f.name for f in fields(Task))}
+_KEYS = {
+    "": (
+        "name", "tier", "corpus", "checkpoints", "arms", "tune", "confirm", "extend_power", "task"
+    ),
+    "arms": (*AXES, "lr", "exclude"),
+    "tune": ("seeds", "points", "most"),
+    "confirm": ("seeds",),
+    "extend_power": ("step", "limit"),
+    "task": tuple(f.name for f in fields(Task)),
+}
 
+# %% ../../nbs/evidence/01_sweep.ipynb #e8c608d4
 def _part(given: Any, place: str, needed: Iterable[str] = ()) -> dict[str, Any]:
     "A mapping with known keys; InputError otherwise."
     if not isinstance(given, dict):
@@ -76,12 +87,14 @@ def _part(given: Any, place: str, needed: Iterable[str] = ()) -> dict[str, Any]:
     return given
 
 def _list(value: Any) -> list:
-    "A value as a list; InputError for a list that is empty or holds more than plain values and mappings."
+    """A value as a list; InputError for a list that is empty or
+    holds more than plain values and mappings."""
     values = value if isinstance(value, list) else [value]
     if not values or any(isinstance(v, list) for v in values):
         raise InputError(f"a list in a matrix holds values, not {value!r}")
     return values
 
+# %% ../../nbs/evidence/01_sweep.ipynb #96345074
 def _printable(value: Any, what: str) -> str:
     "Printable text; InputError otherwise."
     if isinstance(value, str) and value and value.isprintable(): return value
@@ -90,8 +103,13 @@ def _printable(value: Any, what: str) -> str:
 def _whole(values: Any, what: str, low: int = 0) -> tuple[int, ...]:
     "Different whole numbers below 2^31; InputError otherwise."
     values = _list(values)
-    if any(type(v) is not int or not low <= v < 2**31 for v in values) or len(set(values)) < len(values):
-        raise InputError(f"{what} must be different whole numbers from {low} to 2^31 - 1, not {str(values)[:100]}")
+    if any(type(v) is not int or not low <= v < 2**31 for v in values) or len(set(values)) < len(
+        values
+    ):
+        raise InputError(
+            f"{what} must be different whole numbers from {low} to 2^31 - 1, not "
+            f"{str(values)[:100]}"
+        )
     return tuple(values)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #4781b477
@@ -123,7 +141,9 @@ def _powers(given: Any) -> tuple[float, float]:
     powers = {"step": 0, "limit": 0, **_part(given, "extend_power")}
     for key, value in powers.items():
         if not is_number(value) or not 0 <= value <= MOST_POWER:
-            raise InputError(f"extend_power {key} must be a number from 0 to {MOST_POWER}, not {value!r}")
+            raise InputError(
+                f"extend_power {key} must be a number from 0 to {MOST_POWER}, not {value!r}"
+            )
     if powers["limit"] > 100 * powers["step"] > 0:
         raise InputError("extend_power limit must be at most a hundred steps")
     return float(powers["step"]), float(powers["limit"])
@@ -134,7 +154,9 @@ def _check_size(entries: list[Any], points: int, seeds: int) -> None:
     if arms > MOST_ARMS:
         raise InputError(f"the matrix has {arms:,} arms; allowed: at most {MOST_ARMS:,}")
     if arms * points * seeds > MOST_RUNS:
-        raise InputError(f"the matrix begins with {arms * points * seeds:,} runs; allowed: at most {MOST_RUNS:,}")
+        raise InputError(
+            f"the matrix begins with {arms * points * seeds:,} runs; allowed: at most {MOST_RUNS:,}"
+        )
 
 # %% ../../nbs/evidence/01_sweep.ipynb #c9f2edf8
 def read_matrix(
@@ -152,13 +174,19 @@ def read_matrix(
         raise InputError("the matrix has one checkpoint twice")
     seeds = _whole(tune["seeds"], "tune seeds"), _whole(confirm["seeds"], "confirm seeds")
     if len(seeds[0]) % len(checkpoints):
-        raise InputError(f"tuning seeds go round the {len(checkpoints)} checkpoints: give a multiple of that many")
+        raise InputError(
+            f"tuning seeds go round the {len(checkpoints)} checkpoints: give a multiple of that "
+            "many"
+        )
     if set(seeds[0]) & set(seeds[1]):
         raise InputError("a seed that tunes cannot confirm: tune and confirm seeds must differ")
     points = _whole(tune.get("points", 5), "points", 3)[0]
     most = _whole(tune.get("most", 11), "most", 3)[0]
     if points % 2 == 0 or not points <= most <= MOST_RATES:
-        raise InputError(f"points must be odd and at most `most`, and that at most {MOST_RATES}, not {points} and {most}")
+        raise InputError(
+            f"points must be odd and at most `most`, and that at most {MOST_RATES}, not {points} "
+            f"and {most}"
+        )
     _check_size(entries, points, len(seeds[0]))
     cells = [cell for entry in entries
              for cell in _cells(entry, _printable(given["corpus"], "corpus"), checkpoints[0])]
@@ -177,7 +205,8 @@ class Job(NamedTuple):
     lr_edge: str = ""  # `Tuning.edge` of the arm
 
 class Loss(NamedTuple):
-    "How a run ended. Losses are ordered by what counts, and where that is equal by where the run really ended."
+    """How a run ended. Losses are ordered by what counts,
+    and where that is equal by where the run really ended."""
     counted: float  # nats; the frozen model's where the run diverged
     raw: float  # nats, uncapped; infinite where it is not finite
 
@@ -189,6 +218,7 @@ class Tuning(NamedTuple):
     best: int  # index of the best
     edge: str  # low or high: the best lies at an end and the budget is spent; plateau: it only ties with another rate
 
+# %% ../../nbs/evidence/01_sweep.ipynb #083e2b15
 def loss_of_row(
     row: Mapping[str, Any],  # of a ledger
 ) -> Loss:
@@ -206,6 +236,7 @@ def rate(
     "A learning rate of the half-octave grid."
     return float(f"{middle * 2 ** (k / 2):.6g}")
 
+# %% ../../nbs/evidence/01_sweep.ipynb #584e3d83
 def _mean(losses: Iterable[Loss | None]) -> Loss:
     "The mean of runs that have all been made."
     return Loss(*(statistics.fmean(values)
@@ -245,7 +276,8 @@ def wider_powers(
     found: Mapping[Arm, Tuning],  # of every cell
     matrix: Matrix,
 ) -> list[tuple[Arm, float]]:  # cells to be added
-    "For each format whose best power lies at an end: the next power, in every storage of that format and in FP32."
+    """For each format whose best power lies at an end: the next power,
+    in every storage of that format and in FP32."""
     new: dict[Arm, float] = {}
     groups: dict[Arm, dict[float, float]] = {}
     for arm, middle in cells: groups.setdefault(replace(arm, power=0.0), {})[arm.power] = middle
@@ -255,7 +287,12 @@ def wider_powers(
         best = min(losses, key=losses.__getitem__)
         onward = best + (matrix.power_step if best == max(powers) else -matrix.power_step)
         alone = sum(v == losses[best] for v in losses.values()) == 1
-        if len(powers) < 3 or not alone or best not in (min(powers), max(powers)) or abs(onward) > matrix.power_limit:
+        if (
+            len(powers) < 3
+            or not alone
+            or best not in (min(powers), max(powers))
+            or abs(onward) > matrix.power_limit
+        ):
             continue
         storages = {"fp32", *(a.storage for a in groups
                               if replace(a, storage=base.storage) == base)}
@@ -276,7 +313,8 @@ def plan(
     matrix: Matrix,
     loss: Losses,
 ) -> Plan:
-    "The next runs: all that tuning lacks; then what wider powers need; then the confirmation, seed by seed."
+    """The next runs: all that tuning lacks; then what wider powers need;
+    then the confirmation, seed by seed."""
     cells = list(matrix.cells)
     while True:
         found = {arm: tuning(arm, middle, matrix, loss) for arm, middle in cells}
@@ -295,18 +333,33 @@ def plan(
 _TYPES = {"text": str, "flag": bool, "whole number": int, "mapping": dict, "list": list}
 _TEXTS = ("run", "error", "stage", "matrix", "code", "corpus_sha", "checkpoint_sha", "weights_sha")
 _NUMBERS = ("val_loss", "raw_loss", "seconds", "stall")
-_VALUES = {**dict.fromkeys(_TEXTS, "text"), **dict.fromkeys(_NUMBERS, "number"),
-           **dict.fromkeys(("task", "machine", "versions"), "mapping"), "diverged": "flag", "curve": "list",
-           **{f.name: {"str": "text", "float": "number", "int": "whole number"}[getattr(f.type, "__name__", str(f.type))] for f in fields(Arm)}}
+_VALUES = {
+    **dict.fromkeys(_TEXTS, "text"),
+    **dict.fromkeys(_NUMBERS, "number"),
+    **dict.fromkeys(("task", "machine", "versions"), "mapping"),
+    "diverged": "flag",
+    "curve": "list",
+    **{
+        f.name: {"str": "text", "float": "number", "int": "whole number"}[
+            getattr(f.type, "__name__", str(f.type))
+        ]
+        for f in fields(Arm)
+    },
+}
 
+# %% ../../nbs/evidence/01_sweep.ipynb #c66db850
 _NEEDED = {  # what a row must have, by what it is for
     "row": ("run",),
     "result": ("val_loss",),
-    "replay": (*(f.name for f in fields(Arm)), "task", "corpus_sha", "checkpoint_sha", "weights_sha", "instrument", "diverged", "machine"),
+    "replay": (
+        *(f.name for f in fields(Arm)), "task", "corpus_sha", "checkpoint_sha", "weights_sha",
+        "instrument", "diverged", "machine",
+    ),
 }
 
 def _missing(row: Mapping[str, Any], *uses: str) -> str | None:
-    "The first value that a row needs for this and does not have; one that is null or empty counts as absent."
+    """The first value that a row needs for this and does not have;
+    one that is null or empty counts as absent."""
     return next((key for use in uses for key in _NEEDED[use] if row.get(key) in (None, "")), None)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #5b13af9c
@@ -341,14 +394,17 @@ class Ledger:
     def __init__(self, folder: Path | str): self.path = Path(folder) / "ledger.jsonl"
 
     def rows(self) -> list[dict[str, Any]]:
-        "All whole lines; InputError that names a line that is no row, or whose values cannot be a run's."
+        """All whole lines; InputError that names a line that is no row,
+        or whose values cannot be a run's."""
         if not os.path.lexists(self.path): return []
         if not self.path.is_file(): raise InputError(f"{self.path} is not a file")
         try: lines = self.path.read_bytes().split(b"\n")[:-1]
         except OSError as e: raise InputError(f"cannot read {self.path}: {e.strerror}") from None
         rows = [read_line(line) for line in lines]
         if None in rows[:-1]:
-            raise InputError(f"{self.path} is damaged in line {rows.index(None) + 1}; remove that line")
+            raise InputError(
+                f"{self.path} is damaged in line {rows.index(None) + 1}; remove that line"
+            )
         return check_rows([row for row in rows if row is not None],
                           f"{self.path} is damaged in line")
 
@@ -356,7 +412,8 @@ class Ledger:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[dict[str, Any]], None]]:
-        "A function that appends a row; InputError where another process writes, or the folder cannot be used."
+        """A function that appends a row; InputError where another process writes,
+        or the folder cannot be used."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = open(self.path, "ab")
@@ -386,18 +443,22 @@ def _drop_torn_line(path: Path) -> None:
     if whole < len(content): os.truncate(path, whole)
 
 def _lock(file, path: Path) -> None:
-    "Keeps other writers out as long as the file is open; where the system has no such locks, nothing happens."
+    """Keeps other writers out as long as the file is open;
+    where the system has no such locks, nothing happens."""
     try: import fcntl
     except ModuleNotFoundError: return
     try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise InputError(f"another sweep writes to {path}; wait for it, or choose another --out") from None
+        raise InputError(
+            f"another sweep writes to {path}; wait for it, or choose another --out"
+        ) from None
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e69813d7
 def best_arms(
     rows: Iterable[Mapping[str, Any]],  # of a ledger
 ) -> list[tuple[str, float, int]]:  # arm, mean validation loss in nats, number of runs; best first
-    "The arms of the confirmed runs; of the tuning runs where none is confirmed, each learning rate by itself."
+    """The arms of the confirmed runs; of the tuning runs where none is confirmed,
+    each learning rate by itself."""
     good = {row["run"]: row for row in rows if not row.get("error")
             and row.get("val_loss") is not None}.values()
     confirmed = [row for row in good if row.get("stage") == "confirm"]
@@ -503,7 +564,8 @@ def _results(workers: Workers, jobs: Iterable[Job],
     waiting, suspects = deque(jobs), deque[Job]()
     flying: dict[Future, Job] = {}
     while waiting or suspects or flying:
-        alone = bool(suspects)  # one of these killed its worker: one at a time, until they are through
+        # one of these killed its worker: one at a time, until they are through
+        alone = bool(suspects)
         queue, room = (suspects, 1) if alone else (waiting, 2 * workers.count)
         try:
             while queue and len(flying) < room:
@@ -542,13 +604,17 @@ def _progress(title: str, total: int, visible: bool = True) -> Iterator[Callable
             now = time.monotonic()
             if visible and not console.is_terminal and (now - last > 60 or count in (1, total)):
                 last, left = now, (now - began) / count * (total - count)
-                text = f"{title}: {count}/{total} runs, about {_clock(left)} left in this stage; {note}"
+                text = (
+                    f"{title}: {count}/{total} runs, about {_clock(left)} left in this stage; "
+                    f"{note}"
+                )
                 print(text, file=sys.stderr, flush=True)
         yield step
 
 # %% ../../nbs/evidence/01_sweep.ipynb #f51af2f0
 def protocol_commit() -> str | None:
-    "The last commit that changed the protocol, with '+' where it was changed since; None outside a checkout."
+    """The last commit that changed the protocol, with '+' where it was changed since;
+    None outside a checkout."""
     root, name = Path(__file__).resolve().parent.parent, "nbs/studies/protocol.ipynb"
     def git(*args):
         return subprocess.run(["git", "-C", str(root), *args], capture_output=True,
@@ -570,7 +636,8 @@ def _label(arm: Arm) -> str:
 # %% ../../nbs/evidence/01_sweep.ipynb #bc15663c
 def _by_run(rows: Iterable[dict[str, Any]], here: str,
             accept: tuple[str, ...]) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
-    "Rows by the id that the code `here` gives their runs, or by their own where their code is not accepted; those by code."
+    """Rows by the id that the code `here` gives their runs,
+    or by their own where their code is not accepted; those by code."""
     found: dict[str, dict[str, Any]] = {}
     others: dict[str, int] = {}
     used = set()
@@ -623,12 +690,14 @@ class Sweep:
                              lambda step: print(f"  step {step}", file=sys.stderr, flush=True))
 
     def run(self, workers: int = 1, progress: bool = True, pool: Any = None) -> int:
-        "Make every run that is missing, stage after stage, here or in another pool; return how many failed in this call."
+        """Make every run that is missing, stage after stage, here or in another pool;
+        return how many failed in this call."""
         return _run_sweep(self, workers, progress, pool)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #5b1c397e
 def _check_sweep(sweep: Sweep) -> None:
-    "InputError for what would end the sweep later: a folder that cannot be written, a text that is missing or too short."
+    """InputError for what would end the sweep later:
+    a folder that cannot be written, a text that is missing or too short."""
     check_place(sweep.out)
     check_place(sweep.bench.folder, "choose another --checkpoints")
     for name in sweep.matrix.checkpoints:
@@ -662,7 +731,10 @@ def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any],
         for job, result in _results(workers, todo.jobs, _work):
             mine = sweep.run_id(job.arm)
             if result.get("run", mine) != mine:
-                result = {"error": "the worker has other code, or another text or checkpoint: something changed meanwhile"}
+                result = {
+                    "error": "the worker has other code, or another text or checkpoint: something "
+                             "changed meanwhile"
+                }
             row = {"run": mine, **asdict(job.arm), **result, "stage": job.stage,
                    "lr_edge": job.lr_edge, **facts,
                    "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
@@ -695,6 +767,7 @@ def estimate(
     medians = {storage: statistics.median(v) for storage, v in times.items()}
     return sum(medians.get(job.arm.storage, max(medians.values())) for job in jobs) / workers
 
+# %% ../../nbs/evidence/01_sweep.ipynb #0a978999
 def describe(
     sweep: Sweep,
     workers: int = 1,
@@ -702,7 +775,9 @@ def describe(
     "The runs that come next, one a line, and what they cost."
     todo, m = sweep.plan(), sweep.matrix
     lines = [f"{sweep.run_id(job.arm)}  {_label(job.arm)}" for job in todo.jobs]
-    later = len(todo.cells) * len(m.checkpoints) * len(m.confirm_seeds) if todo.stage == "tune" else 0
+    later = (
+        len(todo.cells) * len(m.checkpoints) * len(m.confirm_seeds) if todo.stage == "tune" else 0
+    )
     seconds = estimate(sweep, todo.jobs, workers)
     cost = "no run was timed yet"
     if seconds is not None: cost = f"about {_clock(seconds)} with {counted(workers, 'worker')}"
@@ -727,19 +802,25 @@ def compact(
     plain = lambda v: json.dumps(v, sort_keys=True) if isinstance(v, dict) else v
     names = list(dict.fromkeys(key for row in rows for key in row))
     table = pa.table({name: pa.array([plain(row.get(name)) for row in rows]) for name in names})
-    for i, f in enumerate(table.schema):  # lists are there to be looked at: half the size, seven digits
+    # lists are there to be looked at: half the size, seven digits
+    for i, f in enumerate(table.schema):
         if f.type == pa.list_(pa.float64()):
             table = table.set_column(i, f.name, table[f.name].cast(pa.list_(pa.float32())))
     part = Path(f"{path}.part")
     pq.write_table(table, part, compression="zstd", compression_level=19)
     os.replace(part, path)
 
+# %% ../../nbs/evidence/01_sweep.ipynb #9ae3dc60
 def read_rows(
     path: Path | str,  # a ledger.jsonl, a parquet file of `compact`, or the folder of either
 ) -> list[dict[str, Any]]:
     "The rows of a ledger in either form; InputError where there is none."
     path = Path(path)
-    packed = sorted(path.glob("*.parquet")) if path.is_dir() and not (path / "ledger.jsonl").is_file() else []
+    packed = (
+        sorted(path.glob("*.parquet"))
+        if path.is_dir() and not (path / "ledger.jsonl").is_file()
+        else []
+    )
     if packed: return [row for file in packed for row in read_rows(file)]
     if path.suffix != ".parquet":
         ledger = Ledger(path)
@@ -755,10 +836,13 @@ def read_rows(
                       f"{path} is damaged in row")
 
 # %% ../../nbs/evidence/01_sweep.ipynb #901264a3
-FLAGS = {"diverged": "a loss was not finite, the run failed, or it ended above the frozen model",
-         "rises": "the mean training loss of the last fifth is more than 0.05 nats above the least fifth before it",
-         "stuck": "over 99.9 % of non-zero steps leave the weight as it was",
-         "edge": "the tuned rate lies at an end of those tried"}
+FLAGS = {
+    "diverged": "a loss was not finite, the run failed, or it ended above the frozen model",
+    "rises": "the mean training loss of the last fifth is more than 0.05 nats above the least "
+             "fifth before it",
+    "stuck": "over 99.9 % of non-zero steps leave the weight as it was",
+    "edge": "the tuned rate lies at an end of those tried",
+}
 
 def flags(
     row: Mapping[str, Any],  # of a ledger
@@ -794,9 +878,13 @@ def find_row(
     found = {row["run"]: row for row in rows if run and row["run"].startswith(run)
              and not row.get("error")}
     if len(found) != 1:
-        raise InputError(f"{len(found) or 'no'} runs in the ledger begin with {run!r}; give a run's id, or enough of it")
+        raise InputError(
+            f"{len(found) or 'no'} runs in the ledger begin with {run!r}; give a run's id, or "
+            "enough of it"
+        )
     row = found.popitem()[1]
-    if key := _missing(row, "replay"): raise InputError(f"the row of run {row['run']} has no {key}: it cannot be made again")
+    if key := _missing(row, "replay"):
+        raise InputError(f"the row of run {row['run']} has no {key}: it cannot be made again")
     return row
 
 # %% ../../nbs/evidence/01_sweep.ipynb #6bdf2387
@@ -811,22 +899,29 @@ def _bench_of(row: Mapping[str, Any], bench: Bench, kept: Path | None) -> Bench:
     if kept is None or not (kept / f"{row['checkpoint']}.pt").is_file(): return bench
     stored = copy.copy(bench)
     stored.folder, stored._states, stored._frozen = kept, {}, {}
-    again = stored.state(row["checkpoint"])[1] != row["checkpoint_sha"] and _same_cpu(row["machine"])
+    again = stored.state(row["checkpoint"])[1] != row["checkpoint_sha"] and _same_cpu(
+        row["machine"]
+    )
     return bench if again else stored
 
+# %% ../../nbs/evidence/01_sweep.ipynb #e49b4b4d
 def replay(
     row: dict[str, Any],
     bench: Bench,
     kept: Path | None = None,  # folder of stored checkpoints, see `beside`
 ) -> tuple[bool, str]:  # whether it agrees, and a sentence
     "Makes a row's run again and compares; InputError where it cannot be the same run."
-    arm, task = Arm(**{f.name: row[f.name] for f in fields(Arm)}), Task(**_part(row["task"], "task"))
+    arm = Arm(**{f.name: row[f.name] for f in fields(Arm)})
+    task = Task(**_part(row["task"], "task"))
     text = bench.corpus(arm.corpus).hash
     if text != row["corpus_sha"]:
         raise InputError(f"the text {row['corpus']!r} has the hash {text[:16]}, "
                          f"the row's text had {row['corpus_sha'][:16]}: another text, no replay")
     if row["instrument"] != VERSION:
-        raise InputError(f"the row was made by version {row['instrument']} of the instrument, this is version {VERSION}")
+        raise InputError(
+            f"the row was made by version {row['instrument']} of the instrument, this is version "
+            f"{VERSION}"
+        )
     bench = _bench_of(row, bench, kept)
     build_checkpoint(bench, row["checkpoint"])
     got = run_arm(arm, bench.with_task(task))
@@ -839,11 +934,17 @@ def _verdict(row: dict[str, Any], got: dict[str, Any], other: list[str]) -> tupl
     "Compares a row with its repetition; `other` names what is different here."
     if got["checkpoint_sha"] != row["checkpoint_sha"]: other = ["checkpoint", *other]
     difference = abs(got["val_loss"] - row["val_loss"])
-    text = f"run {row['run']}: validation loss {row['val_loss']:.6f} then, {got['val_loss']:.6f} now"
+    text = (
+        f"run {row['run']}: validation loss {row['val_loss']:.6f} then, {got['val_loss']:.6f} now"
+    )
     if difference == 0 and got["weights_sha"] == row["weights_sha"]:
         return True, f"{text}; agrees bit for bit"
     if not other:
         return False, f"{text}; differs, on the same kind of CPU with the same versions and code"
     agrees = difference <= TOLERANCE and got["diverged"] == row["diverged"]
-    said = f"agrees within {TOLERANCE} nats" if agrees else f"differs by {difference:.4f} nats, more than {TOLERANCE}"
+    said = (
+        f"agrees within {TOLERANCE} nats"
+        if agrees
+        else f"differs by {difference:.4f} nats, more than {TOLERANCE}"
+    )
     return agrees, f"{text}; {said} (another {', another '.join(other)} here)"

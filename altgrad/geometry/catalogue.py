@@ -69,32 +69,41 @@ class Rule:
     def stacked(self, placement: str = "update") -> optim.Stacked | None:
         "How replicas of it move at once; None: they are trained one by one."
         found = optim.stacked_of(self.optimizer, placement) if self.optimizer else None
-        if found is None or any(found.granted.get(k, v) != v for k, v in self.fixed.items()): return None
+        if found is None or any(found.granted.get(k, v) != v for k, v in self.fixed.items()):
+            return None
         return found
 
 # %% ../../nbs/geometry/04_catalogue.ipynb #172b9f3a
 RULES = {  # the one table of update rules
     "adamw": Rule(
-        optim.StiffnessAdamW, reads="betas eps weight_decay", fixed={"power": 0.0},
-        guess=4e-3, unit="weight", source="Loshchilov and Hutter 2017"),
+        optim.StiffnessAdamW, reads="betas eps weight_decay", fixed={"power": 0.0}, guess=4e-3,
+        unit="weight", source="Loshchilov and Hutter 2017",
+    ),
     "stiffness_adamw": Rule(
         optim.StiffnessAdamW, reads="betas eps weight_decay power placement damping floor_octaves",
-        guess=4e-3, unit="weight", source="here"),
+        guess=4e-3, unit="weight", source="here",
+    ),
     "stiffness_sgd": Rule(
-        optim.StiffnessSGD, reads="momentum power damping floor_octaves",
-        guess=0.3, unit="weight / gradient", source="here"),
+        optim.StiffnessSGD, reads="momentum power damping floor_octaves", guess=0.3,
+        unit="weight / gradient", source="here",
+    ),
     "riemannian_adamw": Rule(
-        optim.RiemannianAdamW, reads="betas weight_decay damping floor_octaves",
-        guess=0.5, unit="code", source="Bécigneul and Ganea 2018"),
+        optim.RiemannianAdamW, reads="betas weight_decay damping floor_octaves", guess=0.5,
+        unit="code", source="Bécigneul and Ganea 2018",
+    ),
     "madam": Rule(
-        optim.Madam, reads="beta",
-        guess=0.03, unit="log of the weight", source="Bernstein et al. 2020"),
+        optim.Madam, reads="beta", guess=0.03, unit="log of the weight",
+        source="Bernstein et al. 2020",
+    ),
     "grid_sgd": Rule(
-        optim.GridSGD, reads="momentum weight_decay damping floor_octaves seed rounding",
-        guess=0.5, unit="code (RMS)", source="here"),
+        optim.GridSGD, reads="momentum weight_decay damping floor_octaves seed rounding", guess=0.5,
+        unit="code (RMS)", source="here",
+    ),
     "muon": Rule(
-        getattr(torch.optim, "Muon", None), reads="momentum weight_decay", fixed={"adjust_lr_fn": "match_rms_adamw"},
-        guess=4e-3, unit="weight", source="Jordan et al. 2024"),
+        getattr(torch.optim, "Muon", None), reads="momentum weight_decay",
+        fixed={"adjust_lr_fn": "match_rms_adamw"}, guess=4e-3, unit="weight",
+        source="Jordan et al. 2024",
+    ),
 }
 
 # %% ../../nbs/geometry/04_catalogue.ipynb #4ae79ece
@@ -103,7 +112,8 @@ def get_rule(
 ) -> Rule:
     "An update rule's row; InputError for an unknown one, or one that this version of torch lacks."
     if name not in RULES: raise unknown("rule", name, RULES)
-    if RULES[name].optimizer is None: raise InputError(f"{name} is torch's from version 2.9 on, and this is {torch.__version__}")
+    if RULES[name].optimizer is None:
+        raise InputError(f"{name} is torch's from version 2.9 on, and this is {torch.__version__}")
     return RULES[name]
 
 def build_rule(
@@ -117,6 +127,7 @@ def build_rule(
     if rule.knows_grids: told["fmt"] = settings.fmt
     return rule.optimizer(parameters, lr=settings.lr, **told, **rule.fixed)
 
+# %% ../../nbs/geometry/04_catalogue.ipynb #1da42d2e
 def check_pair(
     rule: str,  # one of `RULES`
     storage: str,  # one of `STORAGES`
@@ -124,18 +135,27 @@ def check_pair(
     "InputError for a rule that cannot move weights of a storage, and for unknown names."
     if get_rule(rule).knows_grids or not get_storage(storage).on_grid: return
     floats = " or ".join(name for name, kind in STORAGES.items() if not kind.on_grid)
-    raise InputError(f"{rule} is torch's and writes a weight twice in a step: storage must be {floats}, not {storage}")
+    raise InputError(
+        f"{rule} is torch's and writes a weight twice in a step: storage must be {floats}, not "
+        f"{storage}"
+    )
 
 # %% ../../nbs/geometry/04_catalogue.ipynb #36b93589
 def rules_table() -> str:  # Markdown
     "The table of update rules, for pages."
-    rows = ["| rule | class | reads, beside format and rate | first guess of the rate | unit | stacked | source |",
-            "|---|---|---|---|---|---|---|"]
+    rows = [
+        "| rule | class | reads, beside format and rate | first guess of the rate | unit | stacked "
+        "| source |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, rule in RULES.items():
         made = rule.optimizer.__name__ if rule.optimizer else "-"
         fixed = "".join(f", {key}={value}" for key, value in rule.fixed.items())
         reads, stacked = ", ".join(rule.reads.split()), "yes" if rule.stacked() else "no"
-        rows.append(f"| {name} | {made}{fixed} | {reads} | {rule.guess:g} | {rule.unit} | {stacked} | {rule.source} |")
+        rows.append(
+            f"| {name} | {made}{fixed} | {reads} | {rule.guess:g} | {rule.unit} | {stacked} | "
+            f"{rule.source} |"
+        )
     return "\n".join(rows)
 
 def storages_table() -> str:  # Markdown

@@ -29,15 +29,23 @@ from ..numbers.scaling import scale_of, spread
 from .storage import GridTensor
 
 # %% ../../nbs/geometry/05_interchange.ipynb #6fa235d1
-_CANDIDATES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "bfloat16", "float16")
+_CANDIDATES = (
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "bfloat16", "float16",
+)
 
 def _as_dtype(bits: Tensor, dtype: torch.dtype) -> Tensor:
     "Codes as a tensor of the type with these bits."
-    return bits.to(torch.uint8).view(dtype) if dtype.itemsize == 1 else bits.to(torch.int16).view(dtype)
+    return (
+        bits.to(torch.uint8).view(dtype)
+        if dtype.itemsize == 1
+        else bits.to(torch.int16).view(dtype)
+    )
 
 @cache
 def torch_dtype(fmt: FP8Format) -> torch.dtype | None:
-    "The float type of torch in which every code means what it means in the format; None where there is none."
+    """The float type of torch in which every code means what it means in the format;
+    None where there is none."""
     codes, values = torch.arange(2**fmt.bits), fmt.values
     for dtype in (getattr(torch, name) for name in _CANDIDATES):
         if 8 * dtype.itemsize != fmt.bits: continue
@@ -58,18 +66,27 @@ class Codes:
 
     @classmethod
     def of(cls, x: Tensor, fmt: FP8Format | str, granularity: str | int = "tensor") -> "Codes":
-        "`x` rounded to nearest under scales of its own; `granularity` is tensor, channel (a row), or a block's length."
+        """`x` rounded to nearest under scales of its own;
+        `granularity` is tensor, channel (a row), or a block's length."""
         fmt, scale = get_format(fmt), scale_of(x, fmt, granularity)
         return _coded(fake_quantize(x.detach().float(), fmt, scale), scale, fmt, granularity)
 
     def bits(self) -> Tensor:
         "The codes as integers of `fmt.code_dtype`."
         if not self.codes.is_floating_point(): return self.codes
-        return self.codes.view(torch.uint8) if self.fmt.bits == 8 else self.codes.view(torch.int16).to(torch.int32) & 0xFFFF
+        return (
+            self.codes.view(torch.uint8)
+            if self.fmt.bits == 8
+            else self.codes.view(torch.int16).to(torch.int32) & 0xFFFF
+        )
 
     def dequantize(self) -> Tensor:
         "The tensor, float32."
-        scale = self.scale if self.block is None else spread(self.scale, self.block, self.codes.shape[-1])
+        scale = (
+            self.scale
+            if self.block is None
+            else spread(self.scale, self.block, self.codes.shape[-1])
+        )
         return self.fmt.to_real(self.bits()) * scale
 
 # %% ../../nbs/geometry/05_interchange.ipynb #78bd0425
@@ -81,16 +98,23 @@ def _check_scales(c: Codes) -> None:
         try: fits = torch.broadcast_shapes(c.scale.shape, shape) == shape
         except RuntimeError: fits = False
     else:
-        if not is_whole(c.block, 1): raise InputError(f"a block is None or a whole number from 1, not {c.block!r}")
+        if not is_whole(c.block, 1):
+            raise InputError(f"a block is None or a whole number from 1, not {c.block!r}")
         fits = bool(shape) and c.scale.shape == (*shape[:-1], -(-shape[-1] // c.block))
-    if not fits: raise InputError(f"scales {tuple(c.scale.shape)} do not fit codes {shape} in blocks of {c.block}")
+    if not fits:
+        raise InputError(
+            f"scales {tuple(c.scale.shape)} do not fit codes {shape} in blocks of {c.block}"
+        )
     check_scale(c.scale.cpu())
 
+# %% ../../nbs/geometry/05_interchange.ipynb #510d9047
 def _check_codes(c: Codes) -> None:
     "InputError unless codes, format and scales belong together."
-    if not isinstance(c.fmt, FP8Format): raise InputError(f"the format of codes is an FP8Format, not {c.fmt!r}")
+    if not isinstance(c.fmt, FP8Format):
+        raise InputError(f"the format of codes is an FP8Format, not {c.fmt!r}")
     dtype = torch_dtype(c.fmt) or c.fmt.code_dtype
-    if kind_of(c.codes) != str(dtype): raise InputError(f"codes of {c.fmt.name} are {dtype}, not {kind_of(c.codes)}")
+    if kind_of(c.codes) != str(dtype):
+        raise InputError(f"codes of {c.fmt.name} are {dtype}, not {kind_of(c.codes)}")
     if not dtype.is_floating_point: check_bits(c.fmt, c.codes)
     _check_scales(c)
 
@@ -105,9 +129,12 @@ def _coded(rounded: Tensor, scale: Tensor, fmt: FP8Format, granularity: str | in
     if isinstance(granularity, str): return Codes(codes, scale, fmt)
     return Codes(codes, scale[..., ::granularity].contiguous(), fmt, granularity)
 
+# %% ../../nbs/geometry/05_interchange.ipynb #397925a1
 def _of_grid(w: GridTensor) -> Codes:
     "A weight that lives on the grid: its codes are there already."
-    return Codes(w.codes if w.codes.is_floating_point() else _packed(w.codes, w.fmt), w.scale.clone(), w.fmt)
+    return Codes(
+        w.codes if w.codes.is_floating_point() else _packed(w.codes, w.fmt), w.scale.clone(), w.fmt
+    )
 
 # %% ../../nbs/geometry/05_interchange.ipynb #74440d83
 def model_codes(
@@ -119,26 +146,46 @@ def model_codes(
         if not hasattr(layer, "weight_format"): continue
         w, key = layer.weight, f"{name}.weight" if name else "weight"
         point = layer.points["weight"]
-        with torch.no_grad(): rounded = None if isinstance(w, GridTensor) else layer.quantized_weight()
-        state[key] = _of_grid(w.data) if rounded is None else _coded(rounded, layer.weight_scale(), layer.weight_format, point.precision.granularity)
-    if not any(isinstance(value, Codes) for value in state.values()): raise InputError("the model has no quantized weight: call quantize_model first")
+        with torch.no_grad():
+            rounded = None if isinstance(w, GridTensor) else layer.quantized_weight()
+        state[key] = (
+            _of_grid(w.data)
+            if rounded is None
+            else _coded(
+                rounded, layer.weight_scale(), layer.weight_format, point.precision.granularity
+            )
+        )
+    if not any(isinstance(value, Codes) for value in state.values()):
+        raise InputError("the model has no quantized weight: call quantize_model first")
     return state
 
 # %% ../../nbs/geometry/05_interchange.ipynb #aa11bb04
-_WORDS = ("float32", "float64", "complex64", "bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+_WORDS = (
+    "float32", "float64", "complex64", "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+)
 _HELD = {f"torch.{name}" for name in (*_CANDIDATES, *_WORDS)}  # the types that a file can hold
 
 def _flat(state: Mapping[str, Codes | Tensor]) -> dict[str, Tensor]:
     "The plain tensors of a file by name; InputError for what a file cannot hold."
     flat: dict[str, Tensor] = {}
     for name, value in state.items():
-        parts = {name: value.codes, f"{name}_scale": value.scale} if isinstance(value, Codes) else {name: value}
+        parts = (
+            {name: value.codes, f"{name}_scale": value.scale}
+            if isinstance(value, Codes)
+            else {name: value}
+        )
         for key, tensor in parts.items():
             if not isinstance(key, str) or key == "__metadata__":
                 raise InputError(f"a tensor's name is a text other than __metadata__, not {key!r}")
-            if key in flat: raise InputError(f"two tensors would be called {key}: one name must change")
-            if kind_of(tensor) not in _HELD: raise InputError(f"{key}: a file holds Codes and dense tensors of numbers, not {kind_of(tensor)}")
-            flat[key] = tensor.detach().clone(memory_format=torch.contiguous_format)  # safetensors refuses shared memory
+            if key in flat:
+                raise InputError(f"two tensors would be called {key}: one name must change")
+            if kind_of(tensor) not in _HELD:
+                raise InputError(
+                    f"{key}: a file holds Codes and dense tensors of numbers, not {kind_of(tensor)}"
+                )
+            # safetensors refuses shared memory
+            flat[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
     return flat
 
 # %% ../../nbs/geometry/05_interchange.ipynb #aa11bb06
@@ -151,15 +198,25 @@ def _digest(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
         found.update(t.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
-def _header(coded: Mapping[str, Codes], flat: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+def _header(
+    coded: Mapping[str, Codes], flat: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> dict[str, str]:
     "The words in a file's header; InputError for those that are no text."
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str) or key == "altgrad":
-            raise InputError(f"metadata is text under names other than altgrad, not {key!r}: {value!r}")
+            raise InputError(
+                f"metadata is text under names other than altgrad, not {key!r}: {value!r}"
+            )
     for c in coded.values(): _check_name(c.fmt)
-    facts = {"formats": {c.fmt.spec: asdict(c.fmt) for c in coded.values()},
-             "weights": {name: {"format": c.fmt.spec, "block": c.block} for name, c in coded.items()}}
-    return {"format": "pt", **metadata, "altgrad": json.dumps({**facts, "sha256": _digest(facts, flat)})}
+    facts = {
+        "formats": {c.fmt.spec: asdict(c.fmt) for c in coded.values()},
+        "weights": {name: {"format": c.fmt.spec, "block": c.block} for name, c in coded.items()},
+    }
+    return {
+        "format": "pt",
+        **metadata,
+        "altgrad": json.dumps({**facts, "sha256": _digest(facts, flat)}),
+    }
 
 # %% ../../nbs/geometry/05_interchange.ipynb #d6b66a14
 def save_codes(
@@ -167,15 +224,27 @@ def save_codes(
     path: Path | str,  # of the file, usually *.safetensors; overwritten if it is there
     metadata: Mapping[str, str] | None = None,  # more words for the file's header
 ) -> None:
-    "Writes codes, scales and plain tensors as safetensors (see the top of the page), or nothing and raises an InputError."
+    """Writes codes, scales and plain tensors as safetensors (see the top of the page),
+    or nothing and raises an InputError."""
     state = model_codes(what) if isinstance(what, nn.Module) else what
     for given in (state, metadata or {}):
-        if not isinstance(given, Mapping): raise InputError(f"save_codes takes a model, or tensors and metadata by name, not {given!r}")
-    state = {name: _of_grid(value) if isinstance(value, GridTensor) else value for name, value in state.items()}
+        if not isinstance(given, Mapping):
+            raise InputError(
+                f"save_codes takes a model, or tensors and metadata by name, not {given!r}"
+            )
+    state = {
+        name: _of_grid(value) if isinstance(value, GridTensor) else value
+        for name, value in state.items()
+    }
     flat = _flat(state)
-    words = _header({name: value for name, value in state.items() if isinstance(value, Codes)}, flat, metadata or {})
+    words = _header(
+        {name: value for name, value in state.items() if isinstance(value, Codes)},
+        flat,
+        metadata or {},
+    )
     try: data = save(flat, words)
-    except UnicodeEncodeError: raise InputError("a name or a word of the metadata is no Unicode text") from None
+    except UnicodeEncodeError:
+        raise InputError("a name or a word of the metadata is no Unicode text") from None
     write_atomic(_path(path), data)
 
 # %% ../../nbs/geometry/05_interchange.ipynb #aa11bb01
@@ -186,11 +255,14 @@ def _path(path: Path | str) -> Path:
     return Path(path)
 
 def _read(path: Path | str) -> tuple[str | None, dict[str, Tensor]]:
-    "AltGrad's word in a safetensors file's header, and the tensors; InputError for what is absent, damaged, or another file."
+    """AltGrad's word in a safetensors file's header, and the tensors;
+    InputError for what is absent, damaged, or another file."""
     if not os.path.isfile(_path(path)): raise InputError(f"{path}: there is no such file")
     try:
         with safe_open(path, "pt") as file:
-            return (file.metadata() or {}).get("altgrad"), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return (file.metadata() or {}).get("altgrad"), {
+                name: file.get_tensor(name) for name in file.keys()
+            }  # noqa: SIM118
     except Exception as e:  # the parser raises many types
         raise InputError(f"{path}: not a whole safetensors file ({e})") from None
 
@@ -205,8 +277,12 @@ def _check_name(fmt: FP8Format) -> None:
     "InputError for a format under the name of another one."
     try: known = get_format(fmt.name)
     except InputError: return  # a name of the user's own
-    if known.spec != fmt.spec: raise InputError(f"a format called {fmt.name} has the facts of {fmt.spec}; {fmt.name} is {known.spec}")
+    if known.spec != fmt.spec:
+        raise InputError(
+            f"a format called {fmt.name} has the facts of {fmt.spec}; {fmt.name} is {known.spec}"
+        )
 
+# %% ../../nbs/geometry/05_interchange.ipynb #24db7fda
 def _format_of(facts: Any, spec: str) -> FP8Format:
     "The format that facts describe; InputError where these contradict its spec or its name."
     fmt = FP8Format(*_take(facts, f"format {spec}", *(field.name for field in fields(FP8Format))))
@@ -214,24 +290,33 @@ def _format_of(facts: Any, spec: str) -> FP8Format:
     _check_name(fmt)
     return fmt
 
+# %% ../../nbs/geometry/05_interchange.ipynb #bfb0ece9
 def _assembled(told: str | None, tensors: dict[str, Tensor]) -> dict[str, Codes | Tensor]:
-    "A file's tensors, the coded ones with their scales as `Codes`; InputError where the header's facts are not theirs."
-    if told is None: raise InputError("not written by save_codes: its metadata has no key 'altgrad'")
+    """A file's tensors, the coded ones with their scales as `Codes`;
+    InputError where the header's facts are not theirs."""
+    if told is None:
+        raise InputError("not written by save_codes: its metadata has no key 'altgrad'")
     try: facts = json.loads(told)
-    except (ValueError, RecursionError): raise InputError("the word 'altgrad' in its header is no JSON") from None
+    except (ValueError, RecursionError):
+        raise InputError("the word 'altgrad' in its header is no JSON") from None
     digest = facts.pop("sha256", None) if isinstance(facts, dict) else None
     formats, weights = _take(facts, "the word 'altgrad'", "formats", "weights")
     for part in (formats, weights):
-        if not isinstance(part, dict): raise InputError("formats and weights in its header must be objects")
+        if not isinstance(part, dict):
+            raise InputError("formats and weights in its header must be objects")
     if digest is not None and digest != _digest(facts, tensors):
-        raise InputError("damaged, or changed since it was written: its SHA-256 is not the one in its header")
+        raise InputError(
+            "damaged, or changed since it was written: its SHA-256 is not the one in its header"
+        )
     known = {spec: _format_of(of, spec) for spec, of in formats.items()}
     found: dict[str, Any] = dict(tensors)
     for name, how in weights.items():
         spec, block = _take(how, f"weight {name}", "format", "block")
-        if not isinstance(spec, str) or spec not in known: raise InputError(f"{name} has a format without facts: {spec!r}")
+        if not isinstance(spec, str) or spec not in known:
+            raise InputError(f"{name} has a format without facts: {spec!r}")
         for part in (name, f"{name}_scale"):
-            if not isinstance(found.get(part), Tensor): raise InputError(f"the tensor {part} is missing")
+            if not isinstance(found.get(part), Tensor):
+                raise InputError(f"the tensor {part} is missing")
         try: found[name] = Codes(found[name], found.pop(f"{name}_scale"), known[spec], block)
         except InputError as e: raise InputError(f"{name}: {e}") from None
     return found
@@ -246,43 +331,71 @@ def load_codes(
     path: Path | str,  # of a file that `save_codes` wrote
     device: torch.device | str = "cpu",
 ) -> dict[str, Codes | Tensor]:  # by name
-    "Reads codes, scales and plain tensors back; InputError for a file that `save_codes` did not write, or not like this."
+    """Reads codes, scales and plain tensors back;
+    InputError for a file that `save_codes` did not write, or not like this."""
     told, tensors = _read(path)
-    try: return {name: _to_device(value, device) for name, value in _assembled(told, tensors).items()}
+    try:
+        return {
+            name: _to_device(value, device) for name, value in _assembled(told, tensors).items()
+        }
     except InputError as e: raise InputError(f"{path}: {e}") from None
 
 # %% ../../nbs/geometry/05_interchange.ipynb #2cffe37a
 def _is_of_grid(found: Codes, grid: GridTensor) -> bool:
     "Whether a grid can hold these codes as they are."
-    return found.fmt.spec == grid.fmt.spec and not found.scale.dim() and math.frexp(found.scale.item())[0] == 0.5
+    return (
+        found.fmt.spec == grid.fmt.spec
+        and not found.scale.dim()
+        and math.frexp(found.scale.item())[0] == 0.5
+    )
 
+# %% ../../nbs/geometry/05_interchange.ipynb #bdeea170
 def _check_fits(name: str, found: Codes | Tensor, into: Tensor) -> None:
-    "InputError unless what a file holds can be put into a model's tensor without losing anything but digits."
+    """InputError unless what a file holds can be put into a model's
+    tensor without losing anything but digits."""
     held, dtype = (found.codes, torch.float32) if isinstance(found, Codes) else (found, found.dtype)
     if isinstance(into, GridTensor) and not (isinstance(found, Codes) and _is_of_grid(found, into)):
-        raise InputError(f"{name}: the file does not hold {into.fmt.name} codes with one scale that is a power of two")
-    if held.shape != into.shape: raise InputError(f"{name}: the file has shape {tuple(held.shape)}, the model {tuple(into.shape)}")
+        raise InputError(
+            f"{name}: the file does not hold {into.fmt.name} codes with one scale that is a power "
+            "of two"
+        )
+    if held.shape != into.shape:
+        raise InputError(
+            f"{name}: the file has shape {tuple(held.shape)}, the model {tuple(into.shape)}"
+        )
     if dtype != into.dtype and not (dtype.is_floating_point and into.dtype.is_floating_point):
         raise InputError(f"{name}: the file has {dtype}, the model {into.dtype}")
 
+# %% ../../nbs/geometry/05_interchange.ipynb #529d71ec
 def _enter(grid: GridTensor, found: Any) -> None:
     "Puts codes into a weight that lives on the grid; what its residual remembered is forgotten."
     grid.codes.copy_(found.codes if grid.codes.is_floating_point() else found.bits())
     grid.scale.copy_(found.scale)
     if grid.residual is not None: grid.residual.zero_()
 
+# %% ../../nbs/geometry/05_interchange.ipynb #a5bcdf54
 @torch.no_grad()
 def load_model(
     model: nn.Module,  # plain, quantized, or with weights on the grid; changed in place
     path: Path | str,  # of a file that `save_codes` wrote
 ) -> None:
-    "Loads the file's weights; InputError, and an untouched model, where names, shapes, types or, on the grid, formats do not fit."
+    """Loads the file's weights; InputError, and an untouched model, where names,
+    shapes, types or, on the grid, formats do not fit."""
     state, own = load_codes(path), model.state_dict()
     try:
-        for name in sorted(own.keys() ^ state.keys()): raise InputError(f"{name} is only in the {'model' if name in own else 'file'}")
+        for name in sorted(own.keys() ^ state.keys()):
+            raise InputError(f"{name} is only in the {'model' if name in own else 'file'}")
         for name, found in state.items(): _check_fits(name, found, own[name])
     except InputError as e: raise InputError(f"{path} does not fit the model: {e}") from None
-    grids = {name: p.data for name, p in model.named_parameters(remove_duplicate=False) if isinstance(p.data, GridTensor)}
-    plain = {name: v.dequantize() if isinstance(v, Codes) else v for name, v in state.items() if name not in grids}
+    grids = {
+        name: p.data
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if isinstance(p.data, GridTensor)
+    }
+    plain = {
+        name: v.dequantize() if isinstance(v, Codes) else v
+        for name, v in state.items()
+        if name not in grids
+    }
     model.load_state_dict(plain, strict=False)
     for name, grid in grids.items(): _enter(grid, state[name])

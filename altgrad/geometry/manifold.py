@@ -26,16 +26,24 @@ def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and x.requires_grad): return value
     return value.detach() + slope.detach() * (x - x.detach())
 
-def _check_options(fmt: FP8Format, damping: float, floor_octaves: float | None, scale: Tensor) -> None:
+def _check_options(
+    fmt: FP8Format, damping: float, floor_octaves: float | None, scale: Tensor
+) -> None:
     "InputError for a scale that is not positive and finite, or a bad floor."
-    if not (scale.is_floating_point() and scale.numel() and bool((scale.isfinite() & (scale > 0)).all())):
+    if not (
+        scale.is_floating_point() and scale.numel() and bool((scale.isfinite() & (scale > 0)).all())
+    ):
         raise InputError(f"scale must be positive and finite, not {scale.tolist()}")
     stiffness_floor(torch.ones(1), fmt, damping, floor_octaves)
 
 def _floor_moves(fmt: FP8Format, floor_octaves: float | None) -> bool:
-    "Whether the floor can depend on the tensor: it then lies elsewhere at the end of a step than at its beginning."
+    """Whether the floor can depend on the tensor:
+    it then lies elsewhere at the end of a step than at its beginning."""
     if floor_octaves is None: return False
-    return bool(2.0**-floor_octaves * stiffness(torch.tensor(fmt.max, dtype=torch.float64), fmt) > fmt.min_spacing)
+    return bool(
+        2.0**-floor_octaves * stiffness(torch.tensor(fmt.max, dtype=torch.float64), fmt)
+        > fmt.min_spacing
+    )
 
 # %% ../../nbs/geometry/01_manifold.ipynb #9742e695
 class _Scaled(geoopt.Manifold):
@@ -43,26 +51,48 @@ class _Scaled(geoopt.Manifold):
     name, ndim = "FP8", 0  # one manifold per element
     __scaling__ = geoopt.Manifold.__scaling__.copy()  # geoopt's table of how its wrapper `Scaled` treats each method
 
-    def __init__(self, fmt: FP8Format | str, damping: float = 0.0, floor_octaves: float | None = None, scale: Tensor | float = 1.0):
+    def __init__(
+        self, fmt: FP8Format | str, damping: float = 0.0, floor_octaves: float | None = None,
+        scale: Tensor | float = 1.0,
+    ):
         super().__init__()
         self.fmt, self.damping, self.floor_octaves = get_format(fmt), damping, floor_octaves
-        scale = scale.detach().clone() if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
+        scale = (
+            scale.detach().clone()
+            if isinstance(scale, Tensor)
+            else torch.tensor(scale, dtype=torch.float64)
+        )
         _check_options(self.fmt, damping, floor_octaves, scale)
         self.reversible = not _floor_moves(self.fmt, floor_octaves)  # a step can be walked back
         self.register_buffer("scale", scale)
 
     def extra_repr(self) -> str:
-        scale = f"{self.scale.item():g}" if self.scale.numel() == 1 else f"<{'x'.join(map(str, self.scale.shape))}>"
-        return f"{self.fmt.name}, scale={scale}, damping={self.damping:g}, floor_octaves={self.floor_octaves}"
+        scale = (
+            f"{self.scale.item():g}"
+            if self.scale.numel() == 1
+            else f"<{'x'.join(map(str, self.scale.shape))}>"
+        )
+        return (
+            f"{self.fmt.name}, scale={scale}, damping={self.damping:g}, "
+            f"floor_octaves={self.floor_octaves}"
+        )
 
     def _scale_for(self, x: Tensor) -> Tensor:
         "The scale in the dtype of `x` and where `x` is; a scalar may stay on the CPU."
-        if x.dtype not in PRECISION: raise InputError(f"a point of {self} must be float32 or float64, not {x.dtype}")
-        return self.scale.to(x.dtype) if self.scale.is_cpu and not self.scale.dim() else self.scale.to(x)
+        if x.dtype not in PRECISION:
+            raise InputError(f"a point of {self} must be float32 or float64, not {x.dtype}")
+        return (
+            self.scale.to(x.dtype)
+            if self.scale.is_cpu and not self.scale.dim()
+            else self.scale.to(x)
+        )
 
     def _floor(self, like: Tensor) -> Tensor:
-        "The floor under the stiffness, in units of the format; `like` is the tensor whose amax counts."
-        return stiffness_floor(like.detach() / self._scale_for(like), self.fmt, self.damping, self.floor_octaves)
+        """The floor under the stiffness, in units of the format;
+        `like` is the tensor whose amax counts."""
+        return stiffness_floor(
+            like.detach() / self._scale_for(like), self.fmt, self.damping, self.floor_octaves
+        )
 
 # %% ../../nbs/geometry/01_manifold.ipynb #97ada7e7
 class _Chart(_Scaled):
@@ -74,7 +104,9 @@ class _Chart(_Scaled):
     ) -> Tensor:  # positive, of the shape of `x` (broadcast with the scale) and in its unit
         "S: how far away the next code is."
         scale = self._scale_for(x)
-        return scale * stiffness(x.detach() / scale, self.fmt).maximum(self._floor(x if like is None else like))
+        return scale * stiffness(x.detach() / scale, self.fmt).maximum(
+            self._floor(x if like is None else like)
+        )
 
     def coordinate(self, x: Tensor, like: Tensor | None = None) -> Tensor:
         "psi: the position on the line, in codes; arguments as in `stiffness`."
@@ -88,19 +120,25 @@ class _Chart(_Scaled):
         like: Tensor,  # the tensor whose amax sets the floor
     ) -> Tensor:  # the point, not limited to the format's range
         "The inverse of `coordinate`."
-        x = self._scale_for(psi) * from_code_coordinate(psi.detach(), self.fmt, floor=self._floor(like))
+        x = self._scale_for(psi) * from_code_coordinate(
+            psi.detach(), self.fmt, floor=self._floor(like)
+        )
         return _with_slope(x, psi, self.stiffness(x, like))
 
     def _straight(self, x: Tensor, y: Tensor, sx: Tensor, sy: Tensor) -> Tensor:
-        "Whether the way from x to y lies in one linear piece: equal stiffness, and no dip of it at zero between them."
+        """Whether the way from x to y lies in one linear piece:
+        equal stiffness, and no dip of it at zero between them."""
         lowest = self._scale_for(x) * self._floor(x).clamp(min=self.fmt.min_spacing)
         return (sx == sy) & ((x.signbit() == y.signbit()) | (sx == lowest))
 
 # %% ../../nbs/geometry/01_manifold.ipynb #77c21a48
 class _Metric(_Chart):
     "Lengths and gradients; all of them elementwise."
-    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
-        "u v / S^2, not summed: the manifold has no dimensions to sum over (`keepdim` changes nothing)."
+    def inner(
+        self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False
+    ) -> Tensor:
+        """u v / S^2, not summed: the manifold has no dimensions to
+        sum over (`keepdim` changes nothing)."""
         S = self.stiffness(x)
         return (u / S) * ((u if v is None else v) / S)
 
@@ -125,10 +163,13 @@ class _Metric(_Chart):
 class _Geodesics(_Metric):
     "exp, log, distance and transport, exact."
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        "The point that the geodesic from `x` with velocity `u` reaches in unit time; it may lie beyond the format's range."
+        """The point that the geodesic from `x` with velocity `u` reaches in unit time;
+        it may lie beyond the format's range."""
         S, direct = self.stiffness(x), x + u
         far = self.from_coordinate(self.coordinate(x) + u / S, like=x)
-        return torch.where(self._straight(x, direct, S, self.stiffness(direct, like=x)), direct, far)
+        return torch.where(
+            self._straight(x, direct, S, self.stiffness(direct, like=x)), direct, far
+        )
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         "The exponential map: it costs no more than an approximation."
@@ -160,12 +201,24 @@ class _Range(_Geodesics):
         limit = self.limit(x)
         return torch.minimum(torch.maximum(x, -limit), limit)
 
-    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+    def _check_point_on_manifold(
+        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> tuple[bool, str | None]:
         if x.dtype not in PRECISION: return False, f"dtype {x.dtype}; allowed: float32, float64"
         beyond = int((~(x.abs() <= self.limit(x) * (1 + rtol))).sum())  # a NaN is beyond, too
-        return (False, f"{beyond} of {x.numel()} values lie beyond the largest of {self.fmt.name} under the scale") if beyond else (True, None)
+        return (
+            (
+                False,
+                f"{beyond} of {x.numel()} values lie beyond the largest of {self.fmt.name} under "
+                "the scale",
+            )
+            if beyond
+            else (True, None)
+        )
 
-    def _check_vector_on_tangent(self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+    def _check_vector_on_tangent(
+        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> tuple[bool, str | None]:
         return (True, None) if bool(u.isfinite().all()) else (False, "the vector is not finite")
 
 # %% ../../nbs/geometry/01_manifold.ipynb #870ec373
@@ -177,32 +230,47 @@ class FP8Manifold(_Range):
     has it. Points are float32 or float64; anything else, and bad options, are an InputError.
     """
     @_Range.__scaling__(ScalingInfo(), "random")
-    def random_uniform(self, *size: int | tuple[int, ...], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> geoopt.ManifoldTensor:
-        "Points uniform in the manifold's own measure over the format's range: every code is equally likely."
+    def random_uniform(
+        self, *size: int | tuple[int, ...], dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> geoopt.ManifoldTensor:
+        """Points uniform in the manifold's own measure over the format's range:
+        every code is equally likely."""
         psi = 2 * torch.rand(size2shape(*size), dtype=dtype, device=device) - 1
         top = self.limit(psi)
-        return geoopt.ManifoldTensor(self.from_coordinate(psi * self.coordinate(top), like=top), manifold=self)
+        return geoopt.ManifoldTensor(
+            self.from_coordinate(psi * self.coordinate(top), like=top), manifold=self
+        )
 
     random = random_uniform
 
     @_Range.__scaling__(ScalingInfo())
-    def random_normal(self, *size: int | tuple[int, ...], mean: float = 0.0, std: float = 0.25,
-                      dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> geoopt.ManifoldTensor:
-        "Normal weights, clamped to the range; `mean` and `std` in units of the format (before the scale)."
+    def random_normal(
+        self, *size: int | tuple[int, ...], mean: float = 0.0, std: float = 0.25,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+    ) -> geoopt.ManifoldTensor:
+        """Normal weights, clamped to the range;
+        `mean` and `std` in units of the format (before the scale)."""
         x = torch.randn(size2shape(*size), dtype=dtype, device=device) * std + mean
         return geoopt.ManifoldTensor(self.projx(x * self._scale_for(x)), manifold=self)
 
-    def origin(self, *size: int | tuple[int, ...], dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-               seed: int | None = 42) -> geoopt.ManifoldTensor:
+    def origin(
+        self, *size: int | tuple[int, ...], dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, seed: int | None = 42,
+    ) -> geoopt.ManifoldTensor:
         "Zeros; `seed` is for geoopt's interface."
-        return geoopt.ManifoldTensor(torch.zeros(size2shape(*size), dtype=dtype, device=device), manifold=self)
+        return geoopt.ManifoldTensor(
+            torch.zeros(size2shape(*size), dtype=dtype, device=device), manifold=self
+        )
 
 # %% ../../nbs/geometry/01_manifold.ipynb #48e9fe7b
 def _unit_manifold(name: str) -> FP8Manifold:
-    "A format's manifold with a scale that brings its largest value to one (or, where that lies beyond 2^16, the value 2)."
+    """A format's manifold with a scale that brings its largest value to one
+    (or, where that lies beyond 2^16, the value 2)."""
     fmt = get_format(name)
     return FP8Manifold(fmt, scale=1 / fmt.max if fmt.max < 2**16 else 0.5)
 
+# %% ../../nbs/geometry/01_manifold.ipynb #27095971
 def plot_geodesics(names: tuple[str, ...] = EIGHT_BIT) -> Any:  # the matplotlib figure
     "A geodesic across zero, and equal steps from zero, for each format."
     import matplotlib.pyplot as plt
@@ -212,11 +280,19 @@ def plot_geodesics(names: tuple[str, ...] = EIGHT_BIT) -> Any:  # the matplotlib
     for row, name in enumerate(names):
         m = _unit_manifold(name)
         left.plot(t, m.expmap(-end, t * m.logmap(-end, end)), color=COLORS[name], label=name)
-        steps = m.expmap(0 * end, torch.linspace(0, 1, 11, dtype=torch.float64) * m.logmap(0 * end, end))
+        steps = m.expmap(
+            0 * end, torch.linspace(0, 1, 11, dtype=torch.float64) * m.logmap(0 * end, end)
+        )
         right.plot(steps, torch.full_like(steps, row), "o-", ms=4, lw=0.5, color=COLORS[name])
-    left.set(xlabel="time", ylabel="weight / largest weight", title="a geodesic through zero", box_aspect=0.9)
+    left.set(
+        xlabel="time", ylabel="weight / largest weight", title="a geodesic through zero",
+        box_aspect=0.9,
+    )
     left.legend(frameon=False, fontsize=8)
-    right.set(yticks=range(len(names)), yticklabels=names, xlabel="weight / largest weight", title="ten equal steps from zero")
+    right.set(
+        yticks=range(len(names)), yticklabels=names, xlabel="weight / largest weight",
+        title="ten equal steps from zero",
+    )
     right.invert_yaxis()
     return fig
 
@@ -228,27 +304,40 @@ def first_step(
     amax: float = 0.1,  # of the weights; a power-of-two scale brings it into the format's range
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:  # float64 [n]: magnitudes, and by how many codes each moved
-    "How far an optimizer's first step takes weights that are spread evenly over a format's codes; gradients of all sizes."
+    """How far an optimizer's first step takes weights that are spread evenly
+    over a format's codes; gradients of all sizes."""
     fmt, g = get_format(name), torch.Generator().manual_seed(seed)
     m = FP8Manifold(fmt, scale=compute_scale(torch.tensor(amax, dtype=torch.float64), fmt))
     last = m.coordinate(torch.tensor(amax, dtype=torch.float64)) - 2  # stay away from the end
-    start = m.from_coordinate((2 * torch.rand(n, generator=g, dtype=torch.float64) - 1) * last, like=m.scale)
-    w = geoopt.ManifoldParameter(start.clone(), manifold=m) if lr is None else torch.nn.Parameter(start.clone())
-    w.grad = torch.randn(n, generator=g, dtype=torch.float64) * 10 ** (6 * torch.rand(n, generator=g, dtype=torch.float64) - 6)
+    start = m.from_coordinate(
+        (2 * torch.rand(n, generator=g, dtype=torch.float64) - 1) * last, like=m.scale
+    )
+    w = (
+        geoopt.ManifoldParameter(start.clone(), manifold=m)
+        if lr is None
+        else torch.nn.Parameter(start.clone())
+    )
+    w.grad = torch.randn(n, generator=g, dtype=torch.float64) * 10 ** (
+        6 * torch.rand(n, generator=g, dtype=torch.float64) - 6
+    )
     if lr is None: geoopt.optim.RiemannianAdam([w], lr=1.0, eps=1e-60).step()
     else: torch.optim.Adam([w], lr=lr).step()
     return start.abs(), m.dist(start, w.detach())
 
 # %% ../../nbs/geometry/01_manifold.ipynb #7156e366
 def plot_first_step(lr: float = 1e-3) -> Any:  # the matplotlib figure
-    "Codes moved by the first step against the weight's magnitude: Adam at `lr`, and RiemannianAdam on the manifold at one code."
+    """Codes moved by the first step against the weight's magnitude:
+    Adam at `lr`, and RiemannianAdam on the manifold at one code."""
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(2, 4, figsize=(11, 5), sharey=True, layout="constrained")
     for ax, name in zip(axes.flat, EIGHT_BIT):
         ax.loglog(*first_step(name, lr), ".", ms=3, color="0.6", label=f"Adam, lr={lr:g}", base=2)
-        ax.loglog(*first_step(name), ".", ms=3, color=COLORS[name], label="RiemannianAdam, lr=1", base=2)
+        ax.loglog(
+            *first_step(name), ".", ms=3, color=COLORS[name], label="RiemannianAdam, lr=1", base=2
+        )
         ax.set_title(name, color=COLORS[name], fontsize=10)
     axes[0, 0].legend(frameon=False, fontsize=7, loc="lower left")
-    fig.supxlabel("|w|", fontsize=10), fig.supylabel("codes moved by the first step", fontsize=10)
+    fig.supxlabel("|w|", fontsize=10)
+    fig.supylabel("codes moved by the first step", fontsize=10)
     return fig

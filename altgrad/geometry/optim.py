@@ -42,7 +42,8 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Stacked:
-    "How many replicas that share a rule's code move at once: a tensor of every replica is a row [R, n]."
+    """How many replicas that share a rule's code move at once:
+    a tensor of every replica is a row [R, n]."""
     move: Callable  # of w, g, moments, numbers [R, K], grid [R, K'] and limit: the moved rows; moments change in place
     numbers: Callable  # of a tensor of the wanted dtype and device, one replica's group and its step: [K]
     grid: Callable  # of `Grids` and a group: a row for each grid, [grids, K']
@@ -61,7 +62,8 @@ def grids_of(
     group: dict[str, Any],  # of an optimizer, with its format as `fmt`
     parameters: list[Tensor],  # of any shapes
 ) -> Grids:
-    "A parameter's grid is its own if it is stored on one of the group's format, else the one from its amax."
+    """A parameter's grid is its own if it is stored on one of the group's format,
+    else the one from its amax."""
     fmt, device = group["fmt"], parameters[0].device
     amax = torch.stack([_amax(p).double().to(device) for p in parameters])
     scale = compute_scale(amax, fmt).double()
@@ -73,7 +75,9 @@ def grids_of(
 def _check_number(key: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
     "InputError unless a setting is a finite number from `low` to less than `below`."
     if isinstance(value, (int, float)) and math.isfinite(value) and low <= value < below: return
-    limits = f" of at least {low:g}" * (low > -math.inf) + f" and below {below:g}" * (below < math.inf)
+    limits = f" of at least {low:g}" * (low > -math.inf) + f" and below {below:g}" * (
+        below < math.inf
+    )
     raise InputError(f"{key} must be a finite number{limits}, not {value!r}")
 
 def _check_common(group: dict[str, Any]) -> None:
@@ -84,7 +88,8 @@ def _check_common(group: dict[str, Any]) -> None:
     if len(betas) != 2: raise InputError(f"betas must be two numbers, not {betas!r}")
     for beta in betas: _check_number("each of betas", beta, below=1.0)
     for p in group["params"]:
-        if p.dtype not in (torch.float32, torch.float64): raise InputError(f"update rules take float32 or float64 parameters, not {p.dtype}")
+        if p.dtype not in (torch.float32, torch.float64):
+            raise InputError(f"update rules take float32 or float64 parameters, not {p.dtype}")
 
 # %% ../../nbs/geometry/03_optim.ipynb #daea6565
 class GeometryOptimizer(torch.optim.Optimizer):
@@ -123,7 +128,8 @@ class GeometryOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def needs_spare(self, group: dict[str, Any]) -> bool:
-        "Whether the passes of a step need memory in between; all parameters of a group take turns with it, and it is freed after the step."
+        """Whether the passes of a step need memory in between;
+        all parameters of a group take turns with it, and it is freed after the step."""
         return False
 
     def grid_numbers(self, group: dict[str, Any], parameters: list[Tensor]) -> Tensor | list[None]:
@@ -140,13 +146,24 @@ class GeometryOptimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
-        work = [(group, [p for p in group["params"] if p.grad is not None and p.numel()]) for group in self.param_groups]
-        if _nonfinite([p.grad for group, parameters in work for p in parameters if group["skip_nonfinite"]]): return loss
+        work = [
+            (group, [p for p in group["params"] if p.grad is not None and p.numel()])
+            for group in self.param_groups
+        ]
+        if _nonfinite([
+            p.grad for group, parameters in work for p in parameters if group["skip_nonfinite"]
+        ]):
+            return loss
         for group, parameters in work:
             if not parameters: continue
             largest = max(parameters, key=torch.numel) if self.needs_spare(group) else None
-            spare = None if largest is None else torch.empty(largest.numel(), dtype=largest.dtype, device=largest.device)
-            for p, grid in zip(parameters, self.grid_numbers(group, parameters)): _update(self, group, p, grid, spare)
+            spare = (
+                None
+                if largest is None
+                else torch.empty(largest.numel(), dtype=largest.dtype, device=largest.device)
+            )
+            for p, grid in zip(parameters, self.grid_numbers(group, parameters)):
+                _update(self, group, p, grid, spare)
         return loss
 
 # %% ../../nbs/geometry/03_optim.ipynb #0aef80c1
@@ -154,7 +171,10 @@ def _nonfinite(gradients: list[Tensor]) -> bool:
     "Whether one of the gradients is not finite."
     return bool(gradients) and not bool(torch.stack([g.isfinite().all() for g in gradients]).all())
 
-def _update(optimizer: GeometryOptimizer, group: dict[str, Any], p: Tensor, grid: Tensor | None, spare: Tensor | None) -> None:
+def _update(
+    optimizer: GeometryOptimizer, group: dict[str, Any], p: Tensor, grid: Tensor | None,
+    spare: Tensor | None,
+) -> None:
     "Moves one parameter and stores it."
     if p.grad.is_sparse: raise InputError("update rules take dense gradients, not sparse ones")
     state, on_grid = optimizer.state[p], isinstance(p, GridTensor)
@@ -164,7 +184,10 @@ def _update(optimizer: GeometryOptimizer, group: dict[str, Any], p: Tensor, grid
     state["step"] = state.get("step", 0) + 1
     moments = [state[name].view(-1) for name in optimizer.moments(group)]
     if spare is not None: spare = spare[: w.numel()].to(w)
-    optimizer.move(Job(w, p.grad.reshape(-1), moments, None if grid is None else grid.to(w), spare, on_grid), group, state)
+    optimizer.move(
+        Job(w, p.grad.reshape(-1), moments, None if grid is None else grid.to(w), spare, on_grid),
+        group, state,
+    )
     if on_grid: write(p, w.view(p.shape))
     elif w.data_ptr() != p.data_ptr(): p.copy_(w.view(p.shape))  # it was not contiguous
 
@@ -186,14 +209,22 @@ def _numbers(w: Tensor, *values: float) -> Tensor:
 
 # %% ../../nbs/geometry/03_optim.ipynb #d78caa40
 def stiffness_numbers(grids: Grids, group: dict[str, Any]) -> Tensor:
-    "For `_factor`, a row for each grid: slope, low and cap of S / max S in units of the weight, and the power."
+    """For `_factor`, a row for each grid:
+    slope, low and cap of S / max S in units of the weight, and the power."""
     slope, low, cap = formula_numbers(grids.fmt, group["formula"])
     peak = grids.amax / grids.scale
     floor = floor_at(peak, grids.fmt, group["damping"], group["floor_octaves"]).clamp(min=low)
     top = raw_stiffness(peak, slope, low, cap, group["formula"] in STEPPED).maximum(floor)
-    return torch.stack([slope / (top * grids.scale), floor / top, cap * grids.scale, torch.full_like(top, group["power"])], 1)
+    return torch.stack(
+        [
+            slope / (top * grids.scale), floor / top, cap * grids.scale,
+            torch.full_like(top, group["power"]),
+        ],
+        1,
+    )
 
-_POWERS = {1.0: "clone", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 2.0: "square"}  # those with an operation of their own
+# those with an operation of their own
+_POWERS = {1.0: "clone", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 2.0: "square"}
 
 def _factor(w: Tensor, numbers: Tensor, formula: str, special: str | None) -> Tensor:
     "(S / max S)^power of the weights `w`."
@@ -202,12 +233,17 @@ def _factor(w: Tensor, numbers: Tensor, formula: str, special: str | None) -> Te
     return getattr(torch, special)(relative) if special else torch.exp2(power * relative.log2())
 
 # %% ../../nbs/geometry/03_optim.ipynb #212b237b
-def _bend(x: Tensor, w: Tensor, out: Tensor, numbers: Tensor, formula: str, special: str | None, normalize: bool) -> Tensor:
-    "Puts `x` times the factor into `out`; what brings that to the RMS length of `x` (1 without `normalize`)."
+def _bend(
+    x: Tensor, w: Tensor, out: Tensor, numbers: Tensor, formula: str, special: str | None,
+    normalize: bool,
+) -> Tensor:
+    """Puts `x` times the factor into `out`;
+    what brings that to the RMS length of `x` (1 without `normalize`)."""
     factor = _factor(w, numbers, formula, special)
     out.copy_(x * factor)
     if not normalize: return torch.ones_like(numbers[0])
-    ratio = (x.square().sum() / (x.square() * factor.square()).sum()).sqrt()  # one loop: sums over `out` would need another
+    # one loop: sums over `out` would need another
+    ratio = (x.square().sum() / (x.square() * factor.square()).sum()).sqrt()
     return torch.where(ratio.isfinite(), ratio, 1.0)
 
 def _how_to_bend(group: dict[str, Any]) -> tuple:
@@ -217,15 +253,24 @@ def _how_to_bend(group: dict[str, Any]) -> tuple:
 def _check_stiffness(group: dict[str, Any]) -> None:
     "InputError for settings that no stiffness factor can take."
     _check_number("power", group["power"], low=-math.inf)
-    stiffness(torch.ones(1), group["fmt"], damping=group["damping"], floor_octaves=group["floor_octaves"], formula=group["formula"])
+    stiffness(
+        torch.ones(1), group["fmt"], damping=group["damping"], floor_octaves=group["floor_octaves"],
+        formula=group["formula"],
+    )
     if group["power"] < 0 and not group["damping"] and group["floor_octaves"] is None:
-        raise InputError(f"power {group['power']} is negative and needs a floor: set damping or floor_octaves")
+        raise InputError(
+            f"power {group['power']} is negative and needs a floor: set damping or floor_octaves"
+        )
 
 # %% ../../nbs/geometry/03_optim.ipynb #ac65727c
 def _adam_numbers(w: Tensor, group: dict[str, Any], step: int) -> Tensor:
-    "What `_adam` needs of a group: 1 - lr decay, then the learning rate, the betas, the bias corrections and eps."
+    """What `_adam` needs of a group: 1 - lr decay, then the learning rate,
+    the betas, the bias corrections and eps."""
     (beta1, beta2), lr = group["betas"], group["lr"]
-    return _numbers(w, 1 - lr * group["weight_decay"], -lr / (1 - beta1**step), 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** 0.5, group["eps"])
+    return _numbers(
+        w, 1 - lr * group["weight_decay"], -lr / (1 - beta1**step), 1 - beta1, beta2, 1 - beta2,
+        (1 - beta2**step) ** 0.5, group["eps"],
+    )
 
 def _adam(g: Tensor, m: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
     "Adam's step for the gradient `g`; updates the moments."
@@ -251,7 +296,8 @@ PLACEMENTS = ("update", "gradient")
 
 # %% ../../nbs/geometry/03_optim.ipynb #bf8eaf28
 class StiffnessAdamW(GeometryOptimizer):
-    "AdamW with the stiffness to a power, on the update or on the gradient; power 0 and a constant stiffness are torch's AdamW, bit for bit."
+    """AdamW with the stiffness to a power, on the update or on the gradient;
+    power 0 and a constant stiffness are torch's AdamW, bit for bit."""
     def __init__(
         self,
         params: Iterable,  # float32 or float64 parameters, or groups of them
@@ -270,12 +316,19 @@ class StiffnessAdamW(GeometryOptimizer):
         skip_nonfinite: bool = False,  # leave everything as it is when a gradient is not finite (waits for the device)
         compiled: bool = False,  # use torch.compile
     ):
-        super().__init__(params, dict(
-            fmt=fmt, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, power=power, placement=placement, normalize=normalize,
-            damping=damping, floor_octaves=floor_octaves, formula=formula, skip_nonfinite=skip_nonfinite, compiled=compiled))
+        super().__init__(
+            params,
+            dict(
+                fmt=fmt, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, power=power,
+                placement=placement, normalize=normalize, damping=damping,
+                floor_octaves=floor_octaves, formula=formula, skip_nonfinite=skip_nonfinite,
+                compiled=compiled,
+            ),
+        )
 
     def check(self, group: dict[str, Any]) -> None:
-        if group["placement"] not in PLACEMENTS: raise unknown("placement", group["placement"], PLACEMENTS)
+        if group["placement"] not in PLACEMENTS:
+            raise unknown("placement", group["placement"], PLACEMENTS)
         _check_stiffness(group)
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]: return "exp_avg", "exp_avg_sq"
@@ -289,7 +342,8 @@ class StiffnessAdamW(GeometryOptimizer):
     def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         w, g, moments, grid, spare, _ = job
         numbers, how = _adam_numbers(w, group, state["step"]), (spare, grid, *_how_to_bend(group))
-        if group["power"] == 0: _run(group, _adam_pass, w, g, _numbers(w, 1.0)[0], *moments, numbers)
+        if group["power"] == 0:
+            _run(group, _adam_pass, w, g, _numbers(w, 1.0)[0], *moments, numbers)
         elif group["placement"] == "gradient":
             ratio = _run(group, _bend, g, w, *how)
             _run(group, _adam_pass, w, spare, ratio, *moments, numbers)
@@ -300,7 +354,8 @@ class StiffnessAdamW(GeometryOptimizer):
 
 # %% ../../nbs/geometry/03_optim.ipynb #df120454
 def _bent_sgd_pass(w, g, buffer, numbers, *bend):
-    "SGD's direction times the factor; the ratio of their lengths. Updates the momentum if there is one."
+    """SGD's direction times the factor; the ratio of their lengths.
+    Updates the momentum if there is one."""
     _, decay, momentum = numbers.unbind()
     g = torch.addcmul(g, w, decay)
     return _bend(g if buffer is None else buffer.mul_(momentum).add_(g), w, *bend)
@@ -310,7 +365,8 @@ def _descend_pass(w, step, ratio, numbers):
 
 # %% ../../nbs/geometry/03_optim.ipynb #d34e4912
 class StiffnessSGD(GeometryOptimizer):
-    "SGD with momentum and the stiffness to a power on the update; power 0 and a constant stiffness are torch's SGD, bit for bit."
+    """SGD with momentum and the stiffness to a power on the update;
+    power 0 and a constant stiffness are torch's SGD, bit for bit."""
     def __init__(
         self,
         params: Iterable,  # float32 or float64 parameters, or groups of them
@@ -327,13 +383,19 @@ class StiffnessSGD(GeometryOptimizer):
         skip_nonfinite: bool = False,  # leave everything as it is when a gradient is not finite (waits for the device)
         compiled: bool = False,  # use torch.compile
     ):
-        super().__init__(params, dict(
-            fmt=fmt, lr=lr, momentum=momentum, weight_decay=weight_decay, power=power, normalize=normalize, damping=damping,
-            floor_octaves=floor_octaves, formula=formula, skip_nonfinite=skip_nonfinite, compiled=compiled))
+        super().__init__(
+            params,
+            dict(
+                fmt=fmt, lr=lr, momentum=momentum, weight_decay=weight_decay, power=power,
+                normalize=normalize, damping=damping, floor_octaves=floor_octaves, formula=formula,
+                skip_nonfinite=skip_nonfinite, compiled=compiled,
+            ),
+        )
 
     def check(self, group: dict[str, Any]) -> None: _check_stiffness(group)
 
-    def moments(self, group: dict[str, Any]) -> tuple[str, ...]: return ("momentum_buffer",) if group["momentum"] else ()
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
 
     def grid_numbers(self, group: dict[str, Any], parameters: list[Tensor]) -> Tensor:
         return stiffness_numbers(grids_of(group, parameters), group)
@@ -342,8 +404,11 @@ class StiffnessSGD(GeometryOptimizer):
 
     def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         w, g, moments, grid, spare, _ = job
-        numbers, buffer = _numbers(w, -group["lr"], group["weight_decay"], group["momentum"]), moments[0] if moments else None
-        ratio = _run(group, _bent_sgd_pass, w, g, buffer, numbers, spare, grid, *_how_to_bend(group))
+        numbers = _numbers(w, -group["lr"], group["weight_decay"], group["momentum"])
+        buffer = moments[0] if moments else None
+        ratio = _run(
+            group, _bent_sgd_pass, w, g, buffer, numbers, spare, grid, *_how_to_bend(group)
+        )
         _run(group, _descend_pass, w, spare, ratio, numbers)
 
 # %% ../../nbs/geometry/03_optim.ipynb #6417e330
@@ -358,7 +423,9 @@ def _line_numbers(grids: Grids, group: dict[str, Any]) -> Tensor:
     "The numbers of `_Line`, a row for each grid."
     floor = floor_at(grids.amax / grids.scale, grids.fmt, group["damping"], group["floor_octaves"])
     numbers = grids.fmt.min_spacing, grids.scale, 1 / grids.scale, *line_numbers(grids.fmt, floor)
-    return torch.stack([n if isinstance(n, Tensor) else torch.full_like(floor, n) for n in numbers], 1)
+    return torch.stack(
+        [n if isinstance(n, Tensor) else torch.full_like(floor, n) for n in numbers], 1
+    )
 
 def _unpack_line(numbers: Tensor) -> _Line:
     low, scale, inverse, *line = numbers.unbind()
@@ -367,7 +434,11 @@ def _unpack_line(numbers: Tensor) -> _Line:
 # %% ../../nbs/geometry/03_optim.ipynb #248af787
 def _code_gradient(w: Tensor, g: Tensor, at: _Line) -> Tensor:
     "The gradient in the code coordinate, S g."
-    return raw_stiffness((w * at.inverse).abs(), at.line.unit, at.line.floor, at.line.high) * at.scale * g
+    return (
+        raw_stiffness((w * at.inverse).abs(), at.line.unit, at.line.floor, at.line.high)
+        * at.scale
+        * g
+    )
 
 def _walk(w: Tensor, step: Tensor, at: _Line) -> Tensor:
     "From `w` by `step` along the line; the result is in units of the format."
@@ -382,7 +453,8 @@ def _riemannian_pass(w, g, m, v, numbers, line):
 
 # %% ../../nbs/geometry/03_optim.ipynb #56d9de88
 class RiemannianAdamW(GeometryOptimizer):
-    "Adam in the code coordinate with decoupled weight decay: `lr` in ulps, moments and `eps` in code units."
+    """Adam in the code coordinate with decoupled weight decay:
+    `lr` in ulps, moments and `eps` in code units."""
     def __init__(
         self,
         params: Iterable,  # float32 or float64 parameters, or groups of them
@@ -397,8 +469,13 @@ class RiemannianAdamW(GeometryOptimizer):
         skip_nonfinite: bool = False,  # leave everything as it is when a gradient is not finite (waits for the device)
         compiled: bool = False,  # use torch.compile
     ):
-        super().__init__(params, dict(fmt=fmt, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, damping=damping,
-                                      floor_octaves=floor_octaves, skip_nonfinite=skip_nonfinite, compiled=compiled))
+        super().__init__(
+            params,
+            dict(
+                fmt=fmt, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, damping=damping,
+                floor_octaves=floor_octaves, skip_nonfinite=skip_nonfinite, compiled=compiled,
+            ),
+        )
 
     def check(self, group: dict[str, Any]) -> None:
         floor_at(torch.ones(1), group["fmt"], group["damping"], group["floor_octaves"])
@@ -409,7 +486,10 @@ class RiemannianAdamW(GeometryOptimizer):
         return _line_numbers(grids_of(group, parameters), group)
 
     def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
-        _run(group, _riemannian_pass, job.w, job.g, *job.moments, _adam_numbers(job.w, group, state["step"]), job.grid)
+        _run(
+            group, _riemannian_pass, job.w, job.g, *job.moments,
+            _adam_numbers(job.w, group, state["step"]), job.grid,
+        )
 
 # %% ../../nbs/geometry/03_optim.ipynb #d6cde9e0
 def _madam_pass(w, g, v, limit, numbers):
@@ -420,7 +500,8 @@ def _madam_pass(w, g, v, limit, numbers):
 
 # %% ../../nbs/geometry/03_optim.ipynb #53329c3f
 class Madam(GeometryOptimizer):
-    "Multiplicative Adam: log |w| moves by at most `lr * bound`, and |w| stays below `max_ratio` times its tensor's first RMS."
+    """Multiplicative Adam: log |w| moves by at most `lr * bound`,
+    and |w| stays below `max_ratio` times its tensor's first RMS."""
     def __init__(
         self,
         params: Iterable,  # float32 or float64 parameters, or groups of them
@@ -434,8 +515,13 @@ class Madam(GeometryOptimizer):
         skip_nonfinite: bool = False,  # leave everything as it is when a gradient is not finite (waits for the device)
         compiled: bool = False,  # use torch.compile
     ):
-        super().__init__(params, dict(fmt=fmt, lr=lr, beta=beta, eps=eps, bound=bound, max_ratio=max_ratio,
-                                      skip_nonfinite=skip_nonfinite, compiled=compiled))
+        super().__init__(
+            params,
+            dict(
+                fmt=fmt, lr=lr, beta=beta, eps=eps, bound=bound, max_ratio=max_ratio,
+                skip_nonfinite=skip_nonfinite, compiled=compiled,
+            ),
+        )
 
     def check(self, group: dict[str, Any]) -> None:
         for key in ("bound", "max_ratio"): _check_number(key, group[key], low=math.ulp(0.0))
@@ -445,11 +531,14 @@ class Madam(GeometryOptimizer):
     def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         w, beta = job.w, group["beta"]
         if "max" not in state: state["max"] = group["max_ratio"] * w.square().mean().sqrt()
-        numbers = _numbers(w, -group["lr"], beta, 1 - beta, 1 - beta ** state["step"], group["eps"], group["bound"])
+        numbers = _numbers(
+            w, -group["lr"], beta, 1 - beta, 1 - beta ** state["step"], group["eps"], group["bound"]
+        )
         _run(group, _madam_pass, w, job.g, *job.moments, state["max"], numbers)
 
 # %% ../../nbs/geometry/03_optim.ipynb #9d2b3a70
-RUNG_ROUNDING = {"nearest": (True, False), "stochastic": (True, True), "none": (False, False)}  # whether codes are rounded to, and by chance
+# whether codes are rounded to, and by chance
+RUNG_ROUNDING = {"nearest": (True, False), "stochastic": (True, True), "none": (False, False)}
 
 def _rung_pass(w, g, buffer, momentum, line):
     "Updates the momentum in code space; one over its RMS."
@@ -491,12 +580,18 @@ class GridSGD(GeometryOptimizer):
         skip_nonfinite: bool = False,  # leave everything as it is when a gradient is not finite (waits for the device)
         compiled: bool = False,  # use torch.compile
     ):
-        super().__init__(params, dict(
-            fmt=fmt, lr=lr, momentum=momentum, weight_decay=weight_decay, rung_clip=rung_clip, rounding=rounding, seed=seed, damping=damping,
-            floor_octaves=floor_octaves, skip_nonfinite=skip_nonfinite, compiled=compiled))
+        super().__init__(
+            params,
+            dict(
+                fmt=fmt, lr=lr, momentum=momentum, weight_decay=weight_decay, rung_clip=rung_clip,
+                rounding=rounding, seed=seed, damping=damping, floor_octaves=floor_octaves,
+                skip_nonfinite=skip_nonfinite, compiled=compiled,
+            ),
+        )
 
     def check(self, group: dict[str, Any]) -> None:
-        if group["rounding"] not in RUNG_ROUNDING: raise unknown("rounding", group["rounding"], RUNG_ROUNDING)
+        if group["rounding"] not in RUNG_ROUNDING:
+            raise unknown("rounding", group["rounding"], RUNG_ROUNDING)
         _check_number("rung_clip", group["rung_clip"], low=math.ulp(0.0))
         floor_at(torch.ones(1), group["fmt"], group["damping"], group["floor_octaves"])
 
@@ -508,10 +603,15 @@ class GridSGD(GeometryOptimizer):
         (w, g, moments, grid, _, on_grid), key = job, None
         rounded, stochastic = (False, False) if on_grid else RUNG_ROUNDING[group["rounding"]]
         if stochastic:
-            state.setdefault("number", len(self.state))  # of the parameter, so that no two draw the same
-            key = torch.tensor(rounding_key(group["seed"], state["step"], state["number"]), device=w.device)
+            # of the parameter, so that no two draw the same
+            state.setdefault("number", len(self.state))
+            key = torch.tensor(
+                rounding_key(group["seed"], state["step"], state["number"]), device=w.device
+            )
         length = _run(group, _rung_pass, w, g, *moments, _numbers(w, group["momentum"])[0], grid)
-        numbers = _numbers(w, 1 - group["lr"] * group["weight_decay"], -group["lr"], group["rung_clip"])
+        numbers = _numbers(
+            w, 1 - group["lr"] * group["weight_decay"], -group["lr"], group["rung_clip"]
+        )
         _run(group, _climb_pass, w, *moments, length, numbers, grid, key, rounded)
 
 # %% ../../nbs/geometry/03_optim.ipynb #022d2519
@@ -522,29 +622,41 @@ def _columns(rows: Tensor) -> Tensor:
 _bend_rows = torch.vmap(partial(_bend, formula="ulp", special=None, normalize=True))
 _rung_rows = torch.vmap(_rung_pass)
 
-def _move_update(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor) -> Tensor:
+def _move_update(
+    w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
+) -> Tensor:
     w, n, bent = w.clone(), _columns(numbers), torch.empty_like(w)
     ratio = _bend_rows(_adam(g, *moments, n), w, bent, grid).unsqueeze(1)
     _decay_and_add_pass(w, bent, ratio, n)
     return w
 
-def _move_gradient(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor) -> Tensor:
+# %% ../../nbs/geometry/03_optim.ipynb #f41ba7d6
+def _move_gradient(
+    w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
+) -> Tensor:
     w, bent = w.clone(), torch.empty_like(w)
     ratio = _bend_rows(g, w, bent, grid).unsqueeze(1)
     _adam_pass(w, bent, ratio, *moments, _columns(numbers))
     return w
 
-def _move_riemannian(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor) -> Tensor:
+def _move_riemannian(
+    w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
+) -> Tensor:
     w = w.clone()
     _riemannian_pass(w, g, *moments, _columns(numbers), _columns(grid))
     return w
 
-def _move_madam(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor) -> Tensor:
+# %% ../../nbs/geometry/03_optim.ipynb #fd5756e2
+def _move_madam(
+    w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
+) -> Tensor:
     w = w.clone()
     _madam_pass(w, g, *moments, limit, _columns(numbers))
     return w
 
-def _move_grid_sgd(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor) -> Tensor:
+def _move_grid_sgd(
+    w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
+) -> Tensor:
     w = w.clone()
     length = _rung_rows(w, g, moments[0], numbers[:, 3], grid).unsqueeze(1)
     _climb_pass(w, moments[0], length, _columns(numbers)[:3], _columns(grid), None, False)
@@ -553,27 +665,42 @@ def _move_grid_sgd(w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor,
 # %% ../../nbs/geometry/03_optim.ipynb #a95408ee
 def _madam_numbers(like: Tensor, group: dict[str, Any], step: int) -> Tensor:
     beta = group["beta"]
-    return _numbers(like, -group["lr"], beta, 1 - beta, 1 - beta**step, group["eps"], group["bound"])
+    return _numbers(
+        like, -group["lr"], beta, 1 - beta, 1 - beta**step, group["eps"], group["bound"]
+    )
 
 def _grid_sgd_numbers(like: Tensor, group: dict[str, Any], step: int) -> Tensor:
-    return _numbers(like, 1 - group["lr"] * group["weight_decay"], -group["lr"], group["rung_clip"], group["momentum"])
+    return _numbers(
+        like, 1 - group["lr"] * group["weight_decay"], -group["lr"], group["rung_clip"],
+        group["momentum"],
+    )
 
-def _no_numbers(grids: Grids, group: dict[str, Any]) -> Tensor: return grids.amax.new_empty(len(grids.amax), 0)
+def _no_numbers(grids: Grids, group: dict[str, Any]) -> Tensor:
+    return grids.amax.new_empty(len(grids.amax), 0)
 
 _BENT = {"formula": "ulp", "normalize": True, "skip_nonfinite": False}
 _WHOLE = {"skip_nonfinite": False}
 
+# %% ../../nbs/geometry/03_optim.ipynb #ea062eb7
 StiffnessAdamW.stacked = {
     "update": Stacked(_move_update, _adam_numbers, stiffness_numbers, _BENT),
     "gradient": Stacked(_move_gradient, _adam_numbers, stiffness_numbers, _BENT),
 }
-RiemannianAdamW.stacked = {"update": Stacked(_move_riemannian, _adam_numbers, _line_numbers, _WHOLE)}
+RiemannianAdamW.stacked = {
+    "update": Stacked(_move_riemannian, _adam_numbers, _line_numbers, _WHOLE)
+}
 Madam.stacked = {"update": Stacked(_move_madam, _madam_numbers, _no_numbers, _WHOLE)}
-GridSGD.stacked = {"update": Stacked(_move_grid_sgd, _grid_sgd_numbers, _line_numbers, _WHOLE | {"rounding": "none"})}
+GridSGD.stacked = {
+    "update": Stacked(
+        _move_grid_sgd, _grid_sgd_numbers, _line_numbers, _WHOLE | {"rounding": "none"}
+    )
+}
 
+# %% ../../nbs/geometry/03_optim.ipynb #ed699c8d
 def stacked_of(
     rule: type,  # class of an update rule
     placement: str = "update",  # where its stiffness acts
 ) -> Stacked | None:  # None: there is no way
-    "How replicas of a rule move at once. A subclass that moves otherwise than its base is not taken for it."
+    """How replicas of a rule move at once.
+    A subclass that moves otherwise than its base is not taken for it."""
     return vars(rule).get("stacked", {}).get(placement)

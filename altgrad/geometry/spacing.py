@@ -26,29 +26,45 @@ def floor_at(
     floor_octaves: float | None = None,  # R: floor 2^-R times the spacing at `amax`
 ) -> Tensor:  # shape and dtype of `amax`; 0 where neither is set
     "The floor under the stiffness of tensors with these amax; InputError for a bad setting."
-    if damping < 0 or not math.isfinite(damping): raise InputError(f"damping must be at least 0 and finite, not {damping}")
+    if damping < 0 or not math.isfinite(damping):
+        raise InputError(f"damping must be at least 0 and finite, not {damping}")
     if floor_octaves is None: return torch.full_like(amax, damping)
-    if not floor_octaves >= 0: raise InputError(f"floor_octaves must be at least 0, not {floor_octaves}")
+    if not floor_octaves >= 0:
+        raise InputError(f"floor_octaves must be at least 0, not {floor_octaves}")
     return (ulp(fmt, amax) * 2.0**-floor_octaves).clamp(min=damping)
 
+# %% ../../nbs/geometry/00_spacing.ipynb #7e263bf6
 def stiffness_floor(
     w: Tensor,  # a tensor of any shape in units of its format; only its amax matters
     fmt: FP8Format,
     damping: float = 0.0,  # absolute floor
     floor_octaves: float | None = None,  # R: floor 2^-R times the spacing at the tensor's largest magnitude
 ) -> Tensor:  # scalar of the dtype of `w`
-    "The floor under the stiffness of a tensor: the larger of `damping` and 2^-R ulp(amax); 0 where neither is set."
-    return floor_at(w.detach().abs().amax() if w.numel() else w.new_zeros(()), fmt, damping, floor_octaves)
+    """The floor under the stiffness of a tensor:
+    the larger of `damping` and 2^-R ulp(amax); 0 where neither is set."""
+    return floor_at(
+        w.detach().abs().amax() if w.numel() else w.new_zeros(()), fmt, damping, floor_octaves
+    )
 
 def check_sign_magnitude(fmt: FP8Format) -> None:
-    "InputError for a format whose codes do not count outwards from zero: two's complement, or no zero."
-    if fmt.twos_complement or not fmt.has_zero: raise InputError(f"the geometry takes formats of sign and magnitude with a zero, not {fmt.name}")
+    """InputError for a format whose codes do not count outwards from zero:
+    two's complement, or no zero."""
+    if fmt.twos_complement or not fmt.has_zero:
+        raise InputError(
+            f"the geometry takes formats of sign and magnitude with a zero, not {fmt.name}"
+        )
 
+# %% ../../nbs/geometry/00_spacing.ipynb #514153e2
 def _wide(w: Tensor, fmt: FP8Format) -> Tensor:
     "`w` in a dtype that holds what is computed here: float64 for formats with float32's own range."
-    if not w.is_floating_point(): raise InputError(f"the geometry takes float tensors, not {w.dtype}")
+    if not w.is_floating_point():
+        raise InputError(f"the geometry takes float tensors, not {w.dtype}")
     check_sign_magnitude(fmt)
-    return w if w.dtype == torch.float64 or (w.dtype == torch.float32 and fmt.max_exponent < 100) else w.double()
+    return (
+        w
+        if w.dtype == torch.float64 or (w.dtype == torch.float32 and fmt.max_exponent < 100)
+        else w.double()
+    )
 
 # %% ../../nbs/geometry/00_spacing.ipynb #bb63dd84
 FORMULAS = ("ulp", "smooth", "exponent", "lns")
@@ -58,15 +74,20 @@ def formula_numbers(
     fmt: FP8Format,
     formula: str = "ulp",  # one of `FORMULAS`
 ) -> tuple[float, float, float]:  # slope, low, cap
-    "A stiffness formula as numbers for `raw_stiffness`; InputError for an unknown one, or one that the format cannot have."
+    """A stiffness formula as numbers for `raw_stiffness`;
+    InputError for an unknown one, or one that the format cannot have."""
     if formula not in FORMULAS: raise unknown("stiffness formula", formula, FORMULAS)
     if formula != "ulp" and not fmt.exponent_bits:
-        raise InputError(f"{fmt.name} has no exponent bits; stiffness formula {formula!r} needs some (allowed: ulp)")
+        raise InputError(
+            f"{fmt.name} has no exponent bits; stiffness formula {formula!r} needs some (allowed: "
+            "ulp)"
+        )
     spacing = 2.0**-fmt.mantissa_bits
     slope = {"ulp": spacing, "smooth": spacing, "exponent": 1.0, "lns": 2.0**spacing - 1}[formula]
     low = 2.0**fmt.min_exponent if formula == "exponent" else fmt.min_spacing
     return slope, low, 2.0**fmt.max_exponent if formula in STEPPED else math.inf
 
+# %% ../../nbs/geometry/00_spacing.ipynb #7977ac17
 def raw_stiffness(
     a: Tensor,  # magnitudes, in units of the format; float32 or float64, any shape
     slope: Tensor | float,  # the three numbers of `formula_numbers`: scalar tensors, or floats
@@ -87,7 +108,8 @@ def stiffness(
     floor_octaves: float | None = None,  # relative floor, see `stiffness_floor`
     formula: str = "ulp",  # one of `FORMULAS`
 ) -> Tensor:  # positive, shape and dtype of `w`, in units of the format
-    "The local spacing S(w) of a format, with its floors; InputError for an unknown formula or a bad floor."
+    """The local spacing S(w) of a format, with its floors;
+    InputError for an unknown formula or a bad floor."""
     fmt = get_format(fmt)
     raw = raw_stiffness(_wide(w, fmt).abs(), *formula_numbers(fmt, formula), formula in STEPPED)
     return raw.to(w.dtype).maximum(stiffness_floor(w, fmt, damping, floor_octaves))
@@ -108,7 +130,8 @@ def plot_stiffness(
         ax.plot(w[inside], stiffness(w[inside], name), color=COLORS[name], label=name, lw=1.5)
     ax.plot(w, w, color="0.7", lw=1, ls=":")
     ax.text(2.0**high, 2.0**high, "S = |w|", ha="right", va="bottom", fontsize=8, color="0.4")
-    ax.set_xscale("log", base=2), ax.set_yscale("log", base=2)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
     ax.set(xlabel="|w|", ylabel="stiffness S(w), the local spacing")
     ax.legend(ncols=2, fontsize=8, frameon=False)
     return fig
@@ -119,7 +142,8 @@ def _exponent(first: Tensor) -> Tensor:
     return first.log2().round()
 
 def _power_of_two(k: Tensor) -> Tensor:
-    "2^k for whole numbers k, exact: where exp2 is off in the last bit, the power of two below 1.25 times it is not."
+    """2^k for whole numbers k, exact: where exp2 is off in the last bit,
+    the power of two below 1.25 times it is not."""
     return unit_in_first_place(1.25 * torch.exp2(k))
 
 def _phi(a: Tensor, n: "LineNumbers") -> Tensor:
@@ -147,6 +171,7 @@ class LineNumbers(NamedTuple):
     start: Tensor | float  # the first magnitude where the floor does not bind
     offset: Tensor | float  # the code coordinate minus the coordinate, from there on
 
+# %% ../../nbs/geometry/00_spacing.ipynb #2dbec2c4
 def line_numbers(
     fmt: FP8Format,
     floor: Tensor,  # of the stiffness, from `stiffness_floor`: scalar, in units of the format
@@ -156,8 +181,13 @@ def line_numbers(
     floor = floor.clamp(min=fmt.min_spacing)
     first = unit_in_first_place(floor)
     reached = torch.where(first < floor, 2 * first, first) * per_binade
-    start = torch.where(floor <= fmt.min_spacing, 0.0, torch.where(reached > 2.0**top, torch.inf, reached))
-    plain = LineNumbers(2.0**bottom, 2.0**top, float(bottom), float(top), per_binade, 1 / per_binade, floor, start, 0.0)
+    start = torch.where(
+        floor <= fmt.min_spacing, 0.0, torch.where(reached > 2.0**top, torch.inf, reached)
+    )
+    plain = LineNumbers(
+        2.0**bottom, 2.0**top, float(bottom), float(top), per_binade, 1 / per_binade, floor, start,
+        0.0,
+    )
     at = start.clamp(max=2.0**top)
     return plain._replace(offset=_phi(at, plain) - at / floor)
 
@@ -184,7 +214,8 @@ def code_coordinate(
     *,
     floor: Tensor | float = 0.0,  # of the stiffness, from `stiffness_floor`: scalar, or broadcastable to `w`
 ) -> Tensor:  # same shape and dtype
-    "The integral of 1/S from 0 to `w`: with no floor, the position of `w` among the format's codes. Odd, continuous, increasing."
+    """The integral of 1/S from 0 to `w`: with no floor,
+    the position of `w` among the format's codes. Odd, continuous, increasing."""
     fmt = get_format(fmt)
     wide = _wide(w, fmt)
     n = line_numbers(fmt, torch.as_tensor(floor, dtype=wide.dtype, device=w.device))

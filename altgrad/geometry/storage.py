@@ -41,13 +41,26 @@ def unpack(
 
 # %% ../../nbs/geometry/02_storage.ipynb #e4f4d07f
 class GridTensor(torch.Tensor):
-    "A float32 tensor (float64, if made from one) whose memory is codes of a format and one power-of-two scale; every write is rounded to the grid."
+    """A float32 tensor (float64, if made from one) whose memory is codes of a format and
+    one power-of-two scale; every write is rounded to the grid."""
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, writes: Tensor, rescales: Tensor, how: dict[str, Any], residual: Tensor | None = None):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+    def __new__(
+        cls, codes: Tensor, scale: Tensor, writes: Tensor, rescales: Tensor, how: dict[str, Any],
+        residual: Tensor | None = None,
+    ):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=scale.dtype, device=codes.device
+        )
 
-    def __init__(self, codes: Tensor, scale: Tensor, writes: Tensor, rescales: Tensor, how: dict[str, Any], residual: Tensor | None = None):
-        self.codes, self.scale, self.writes, self.rescales, self.residual = codes, scale, writes, rescales, residual
+    def __init__(
+        self, codes: Tensor, scale: Tensor, writes: Tensor, rescales: Tensor, how: dict[str, Any],
+        residual: Tensor | None = None,
+    ):
+        self.codes = codes
+        self.scale = scale
+        self.writes = writes
+        self.rescales = rescales
+        self.residual = residual
         self.how = how  # fmt, rounding, seed, tensor, levels: what a write needs; counts, nonfinite: what writes did, see `write`
 
     @property
@@ -63,26 +76,39 @@ class GridTensor(torch.Tensor):
         "What an update starts from: the weight, and what the storage remembers beside its code."
         if self.residual is None: return self.dequantize()
         q = unpack(self.codes, self.fmt).to(self.dtype)
-        return (q + self.residual * (_gap(q, self.residual, self.fmt) / (2 * self.how["levels"]))) * self.scale
+        return (
+            q + self.residual * (_gap(q, self.residual, self.fmt) / (2 * self.how["levels"]))
+        ) * self.scale
 
     def parts(self) -> dict[str, Tensor]:
         "The plain tensors that it consists of, by name."
-        return {name: getattr(self, name) for name in ("codes", "scale", "writes", "rescales", "residual") if getattr(self, name) is not None}
+        return {
+            name: getattr(self, name)
+            for name in ("codes", "scale", "writes", "rescales", "residual")
+            if getattr(self, name) is not None
+        }
 
     def __repr__(self, *args, **kwargs):
-        return f"GridTensor({self.fmt.name}, {self.how['rounding']}, scale={self.scale.item():g}, shape={tuple(self.shape)})"
+        return (
+            f"GridTensor({self.fmt.name}, {self.how['rounding']}, scale={self.scale.item():g}, "
+            f"shape={tuple(self.shape)})"
+        )
     def __tensor_flatten__(self): return list(self.parts()), self.how
     @staticmethod
     def __tensor_unflatten__(inner, how, size, stride): return GridTensor(**inner, how=how)
     def __reduce_ex__(self, protocol):
-        "For pickle: plain tensors and plain values, so that `torch.load` reads them with `weights_only`."
+        """For pickle: plain tensors and plain values,
+        so that `torch.load` reads them with `weights_only`."""
         how = {**self.how, "fmt": asdict(self.fmt)}
         return _rebuild, (self.parts(), how, isinstance(self, nn.Parameter), self.requires_grad)
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None): return _dispatch(func, args, kwargs or {})
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _dispatch(func, args, kwargs or {})
 
 # %% ../../nbs/geometry/02_storage.ipynb #9b4c3d8f
-def _rebuild(parts: dict[str, Tensor], how: dict[str, Any], is_parameter: bool, requires_grad: bool) -> Tensor:
+def _rebuild(
+    parts: dict[str, Tensor], how: dict[str, Any], is_parameter: bool, requires_grad: bool
+) -> Tensor:
     "A pickled `GridTensor`."
     grid = GridTensor(**parts, how={**how, "fmt": FP8Format(**how["fmt"])})
     return nn.Parameter(grid, requires_grad) if is_parameter else grid.requires_grad_(requires_grad)
@@ -99,7 +125,8 @@ def _grown_scale(w: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
     return torch.where(w.abs().amax() > fmt.max * scale, needed, scale)
 
 def _write_counts(to: GridTensor, before: Tensor, w: Tensor, codes: Tensor) -> Tensor:
-    "Of a write of `w` over the weights `before`: weights, those beyond the range of the scale, those rounded to zero, those to be moved, those moved."
+    """Of a write of `w` over the weights `before`: weights, those beyond the range of the
+    scale, those rounded to zero, those to be moved, those moved."""
     moved = w != before
     return torch.stack([
         torch.full_like(moved.sum(), w.numel()),
@@ -111,7 +138,8 @@ def _write_counts(to: GridTensor, before: Tensor, w: Tensor, codes: Tensor) -> T
 
 # %% ../../nbs/geometry/02_storage.ipynb #61aed0d8
 def _gap(q: Tensor, side: Tensor, fmt: FP8Format) -> Tensor:
-    "The distance from values of the format to their neighbours on the side that the sign of `side` means."
+    """The distance from values of the format to their neighbours
+    on the side that the sign of `side` means."""
     return ulp(fmt, torch.where(side * q < 0, torch.nextafter(q, torch.zeros_like(q)), q))
 
 def _residual(to: GridTensor, w: Tensor, codes: Tensor, scale: Tensor, key: int | Tensor) -> Tensor:
@@ -127,14 +155,21 @@ def write(
     to: GridTensor,
     w: Tensor,  # the new values before rounding, shape and dtype of `to`
 ) -> None:
-    "Rounds `w` into `to`, growing its scale where that is needed; what is not finite leaves its code as it was."
+    """Rounds `w` into `to`, growing its scale where that is needed;
+    what is not finite leaves its code as it was."""
     how, fmt = to.how, to.how["fmt"]
     before, finite = to.latent(), w.isfinite()
     how["nonfinite"] += w.numel() - finite.sum()
     w = torch.where(finite, w, before)
     scale = _grown_scale(w, to.scale, fmt)
     key = rounding_key(how["seed"], int(to.writes), how["tensor"])
-    codes = pack(fake_quantize(w / scale, fmt, rounding=how["rounding"], key=key if how["rounding"] == "stochastic" else None), fmt)
+    codes = pack(
+        fake_quantize(
+            w / scale, fmt, rounding=how["rounding"],
+            key=key if how["rounding"] == "stochastic" else None,
+        ),
+        fmt,
+    )
     how["counts"] += _write_counts(to, before, w, codes)
     if to.residual is not None: to.residual.copy_(_residual(to, w, codes, scale, key))
     to.codes.copy_(codes)
@@ -149,22 +184,36 @@ def _plain(x: Any) -> Any: return x.dequantize() if isinstance(x, GridTensor) el
 
 def _alike(to: Any, source: Any) -> bool:
     "Whether both live on a grid of the same kind."
-    grids = isinstance(to, GridTensor) and isinstance(source, GridTensor) and to.shape == source.shape and to.dtype == source.dtype
+    grids = (
+        isinstance(to, GridTensor)
+        and isinstance(source, GridTensor)
+        and to.shape == source.shape
+        and to.dtype == source.dtype
+    )
     return grids and (to.fmt, to.how["levels"]) == (source.fmt, source.how["levels"])
 
 def _copy(to: GridTensor, source: GridTensor) -> GridTensor:
-    "Takes codes, scale and residual as they are: nothing is rounded, as `load_state_dict` wants it."
+    """Takes codes, scale and residual as they are:
+    nothing is rounded, as `load_state_dict` wants it."""
     for name, part in to.parts().items(): part.copy_(source.parts()[name])
     return to
 
+# %% ../../nbs/geometry/02_storage.ipynb #1ad184ae
 def _dispatch(func, args, kwargs):
-    "Reads unpack; an in-place operation on a `GridTensor` computes on the unpacked values and writes them back, rounded once."
+    """Reads unpack; an in-place operation on a `GridTensor` computes on the
+    unpacked values and writes them back, rounded once."""
     if func in _KEEP: return GridTensor(**args[0].parts(), how=args[0].how)
     if func is torch.ops.aten.clone.default and not kwargs:
-        return GridTensor(**{name: part.clone() for name, part in args[0].parts().items()}, how=args[0].how)
+        return GridTensor(
+            **{name: part.clone() for name, part in args[0].parts().items()}, how=args[0].how
+        )
     if func is torch.ops.aten.copy_.default and _alike(*args[:2]): return _copy(*args[:2])
     plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
-    target = args[0] if args and isinstance(args[0], GridTensor) and func._schema.name.endswith("_") else None
+    target = (
+        args[0]
+        if args and isinstance(args[0], GridTensor) and func._schema.name.endswith("_")
+        else None
+    )
     if target is not None: plain_args = (target.latent(), *plain_args[1:])
     result = func(*plain_args, **plain_kwargs)
     if target is None: return result
@@ -188,8 +237,13 @@ class Storage:
     @property
     def bits(self) -> int:
         "Bits a weight, for an 8-bit format."
-        return (get_format(self.fmt).bits if self.fmt else 8) + self.residual_bits if self.on_grid else 32
+        return (
+            (get_format(self.fmt).bits if self.fmt else 8) + self.residual_bits
+            if self.on_grid
+            else 32
+        )
 
+# %% ../../nbs/geometry/02_storage.ipynb #8cf8d637
 STORAGES = {  # the one table of storages
     "fp32": Storage(quantized=False),
     "master": Storage(),
@@ -221,7 +275,8 @@ def make_grid_tensor(
     seed: int = 0,  # of stochastic rounding
     tensor: int = 0,  # number of the tensor in its model, so that no two draw the same
 ) -> GridTensor:
-    "`w` rounded to nearest onto the grid under its power-of-two scale, as a `GridTensor` that later writes round as `storage` says."
+    """`w` rounded to nearest onto the grid under its power-of-two scale,
+    as a `GridTensor` that later writes round as `storage` says."""
     if storage not in grid_storages(): raise unknown("grid storage", storage, grid_storages())
     kind = STORAGES[storage]
     fmt = get_format(kind.fmt or fmt)
@@ -235,7 +290,9 @@ def make_grid_tensor(
     how = {"fmt": fmt, "rounding": kind.rounding, "seed": seed, "tensor": tensor, "levels": levels,
            "counts": torch.zeros(5, dtype=torch.int64, device=w.device),
            "nonfinite": torch.zeros((), dtype=torch.int64, device=w.device)}
-    grid = GridTensor(pack(fake_quantize(w / scale, fmt), fmt), scale.clone(), writes, rescales, how)
+    grid = GridTensor(
+        pack(fake_quantize(w / scale, fmt), fmt), scale.clone(), writes, rescales, how
+    )
     if levels is not None:
         key = rounding_key(seed, 2**32 - 1, tensor)  # a step that no write has
         grid.residual = _residual(grid, w, grid.codes, scale, key)
@@ -248,18 +305,26 @@ def _refuse_shared(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     for name, module in model.named_modules():
         for p in module.parameters(recurse=False):
             if id(p) in owners and module not in layers.values():
-                raise InputError(f"{owners[id(p)]}.weight is tied to {name}; a tied tensor cannot be stored on the grid (skip that layer)")
+                raise InputError(
+                    f"{owners[id(p)]}.weight is tied to {name}; a tied tensor cannot be stored on "
+                    "the grid (skip that layer)"
+                )
 
+# %% ../../nbs/geometry/02_storage.ipynb #beb139e5
 def store_on_grid(
     model: nn.Module,  # quantized by `quantize_model`; changed in place
     storage: str,  # one of `STORAGES` but `fp32`; `master` changes nothing
     seed: int = 0,  # of stochastic rounding
 ) -> list[str]:  # qualified names of the layers
-    "Gives every quantized layer's weight its storage; InputError for tied weights, an unquantized model, or an unknown storage."
+    """Gives every quantized layer's weight its storage; InputError for tied weights,
+    an unquantized model, or an unknown storage."""
     allowed = [name for name, kind in STORAGES.items() if kind.quantized]
     if storage not in allowed: raise unknown("storage", storage, allowed)
     layers = {name: m for name, m in model.named_modules() if hasattr(m, "weight_format")}
-    if not layers: raise InputError("the model has no quantized layer to store on the grid: call quantize_model first")
+    if not layers:
+        raise InputError(
+            "the model has no quantized layer to store on the grid: call quantize_model first"
+        )
     if not STORAGES[storage].on_grid: return list(layers)
     _refuse_shared(model, layers)
     for number, layer in enumerate(layers.values()):
@@ -273,7 +338,8 @@ def grid_weights(model: nn.Module) -> dict[str, GridTensor]:
     return {name: p.data for name, p in model.named_parameters() if isinstance(p.data, GridTensor)}
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    "A model's state_dict with plain tensors only: a grid weight as `<name>.codes`, `.scale`, `.writes` and `.rescales`."
+    """A model's state_dict with plain tensors only: a grid weight as `<name>.codes`,
+    `.scale`, `.writes` and `.rescales`."""
     grids, state = grid_weights(model), {}
     for name, value in model.state_dict().items():
         if name not in grids: state[name] = value
@@ -284,9 +350,11 @@ def load_plain_state(
     model: nn.Module,
     state: dict[str, Tensor],  # name to tensor, each of the shape that is in the model
 ) -> None:
-    "Loads what `plain_state` returned into a model with the same storage; KeyError or RuntimeError where it does not fit."
+    """Loads what `plain_state` returned into a model with the same storage;
+    KeyError or RuntimeError where it does not fit."""
     state = dict(state)
     for name, grid in grid_weights(model).items():
         for part, value in grid.parts().items(): value.copy_(state.pop(f"{name}.{part}"))
     missing, unexpected = model.load_state_dict(state, strict=False)
-    if unexpected or set(missing) - set(grid_weights(model)): raise RuntimeError(f"state does not fit: {unexpected or missing}")
+    if unexpected or set(missing) - set(grid_weights(model)):
+        raise RuntimeError(f"state does not fit: {unexpected or missing}")

@@ -31,9 +31,14 @@ class GPTConfig:
 
     def __post_init__(self):
         sizes = (self.n_layer, self.n_head, self.n_embd, self.block_size, self.vocab_size)
-        if min(sizes) < 1: raise InputError("n_layer, n_head, n_embd, block_size and vocab_size must be at least 1")
-        if self.n_embd % self.n_head: raise InputError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
-        if not 0 <= self.dropout < 1: raise InputError(f"dropout must be in [0, 1), not {self.dropout}")
+        if min(sizes) < 1:
+            raise InputError(
+                "n_layer, n_head, n_embd, block_size and vocab_size must be at least 1"
+            )
+        if self.n_embd % self.n_head:
+            raise InputError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"dropout must be in [0, 1), not {self.dropout}")
 
 # %% ../../nbs/model/00_gpt.ipynb #9403c4d8
 class Attention(nn.Module):
@@ -43,12 +48,18 @@ class Attention(nn.Module):
         self.n_head, self.dropout = c.n_head, c.dropout
         self.qkv = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
         self.proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
-        self.probe: Callable | None = None  # is given queries and keys, each [B, heads, T, C / heads]
+        # is given queries and keys, each [B, heads, T, C / heads]
+        self.probe: Callable | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
         if self.probe is not None: self.probe(q.detach(), k.detach())
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
         return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
 
 # %% ../../nbs/model/00_gpt.ipynb #9402b1ce
@@ -88,7 +99,8 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.apply(self._init)
         for name, p in self.named_parameters():
-            if name.endswith("proj.weight"): nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
+            if name.endswith("proj.weight"):
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
         self.lm_head.weight = self.wte.weight
 
     @staticmethod
@@ -102,7 +114,8 @@ class GPT(nn.Module):
     ) -> Tensor:  # [B, T, C]
         "What the head is given at each position; InputError if the context is too long."
         T = tokens.shape[1]
-        if T > self.config.block_size: raise InputError(f"context of {T} tokens; block_size is {self.config.block_size}")
+        if T > self.config.block_size:
+            raise InputError(f"context of {T} tokens; block_size is {self.config.block_size}")
         x = self.wte(tokens) + self.wpe(torch.arange(T, device=tokens.device))
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.blocks: x = block(x)
@@ -121,7 +134,8 @@ def attention_entropy(
     q: Tensor,  # queries, [B, heads, T, d], T at least 2
     k: Tensor,  # keys, the same shape
 ) -> tuple[Tensor, Tensor]:  # per head, of the first sequence: mean entropy in nats; mean share of the largest possible, in [0, 1]
-    "Mean entropy of causal attention over queries; the share leaves out the first position, which has no choice."
+    """Mean entropy of causal attention over queries;
+    the share leaves out the first position, which has no choice."""
     q, k = q[0].float(), k[0].float()
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -135,7 +149,8 @@ def loss_from(
     logits: Tensor,  # [B, T, V], or [B, labels]
     y: Tensor,  # int64 [B, T], the tokens that follow; or floating-point [B, labels], 1 where a label applies and else 0
 ) -> Tensor:  # scalar
-    "Mean cross-entropy in nats, per token or per label, computed in float32, or in float64 where the logits are."
+    """Mean cross-entropy in nats, per token or per label, computed in float32,
+    or in float64 where the logits are."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if y.is_floating_point(): return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())
@@ -176,13 +191,19 @@ def label_scores(
     logits: Tensor,  # [documents, labels]
     targets: Tensor,  # the same shape, 1 where a label applies and else 0
 ) -> dict[str, float | None]:  # from 0 to 1; None where no label has an area
-    "Micro- and macro-F1 at probability 1/2, and the areas under the ROC and precision-recall curves, means over labels."
+    """Micro- and macro-F1 at probability 1/2, and the areas under the ROC
+    and precision-recall curves, means over labels."""
     from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
     scores, true = logits.double().cpu().numpy(), targets.cpu().numpy() > 0.5
     mixed = true.any(0) & ~true.all(0)
-    area = lambda of: float(of(true[:, mixed], scores[:, mixed], average="macro")) if mixed.any() else None
-    f1 = {f"{how}_f1": float(f1_score(true, scores > 0, average=how, zero_division=0)) for how in ("micro", "macro")}
+    area = lambda of: (
+        float(of(true[:, mixed], scores[:, mixed], average="macro")) if mixed.any() else None
+    )
+    f1 = {
+        f"{how}_f1": float(f1_score(true, scores > 0, average=how, zero_division=0))
+        for how in ("micro", "macro")
+    }
     return {**f1, "roc_auc": area(roc_auc_score), "pr_auc": area(average_precision_score)}
 
 # %% ../../nbs/model/00_gpt.ipynb #f945b5ee

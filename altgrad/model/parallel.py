@@ -25,15 +25,25 @@ TIMEOUT = timedelta(minutes=5)  # how long a process waits for another
 
 def join() -> None:
     "Joins the processes that torchrun started; nothing where it did not, or started one."
-    if dist.is_initialized() or not all(key in os.environ for key in _TOLD) or os.environ["WORLD_SIZE"] == "1": return
+    if (
+        dist.is_initialized()
+        or not all(key in os.environ for key in _TOLD)
+        or os.environ["WORLD_SIZE"] == "1"
+    ):
+        return
     import torch.distributed.nn  # noqa: F401 (its functions keep the group that exists when it is loaded as their default, and with it the group's threads)
 
     if torch.cuda.is_available(): torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    with _others(): dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    with _others():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT
+        )
     atexit.register(_leave)
 
+# %% ../../nbs/model/01_parallel.ipynb #39151b5d
 def _leave() -> None:
-    "Ends the group and its threads before the interpreter ends: a thread that still gave back a tensor then would abort a process that is done."
+    """Ends the group and its threads before the interpreter ends:
+    a thread that still gave back a tensor then would abort a process that is done."""
     if dist.is_initialized(): dist.destroy_process_group()
 
 def world() -> int:
@@ -53,8 +63,12 @@ def _others() -> Iterator[None]:
     "Around everything that waits for the other processes."
     try: yield
     except RuntimeError as e:
-        traceback.clear_frames(e.__traceback__)  # they hold the group, and so its threads, as long as somebody holds the error
-        raise ProcessLost(f"process {rank()} of {world()} has lost another one: it has ended, or did not answer for {TIMEOUT.total_seconds():g} s") from e
+        # they hold the group, and so its threads, as long as somebody holds the error
+        traceback.clear_frames(e.__traceback__)
+        raise ProcessLost(
+            f"process {rank()} of {world()} has lost another one: it has ended, or did not answer "
+            f"for {TIMEOUT.total_seconds():g} s"
+        ) from e
 
 # %% ../../nbs/model/01_parallel.ipynb #ae7c8bc2
 def part(
@@ -77,7 +91,12 @@ def largest(
 ) -> Tensor:
     "The elementwise maximum over processes; what is NaN in one of them is infinite in all."
     if world() == 1: return x
-    top = x.detach().to(torch.promote_types(x.dtype, torch.float32)).nan_to_num(torch.inf, torch.inf, -torch.inf)
+    top = (
+        x
+        .detach()
+        .to(torch.promote_types(x.dtype, torch.float32))
+        .nan_to_num(torch.inf, torch.inf, -torch.inf)
+    )
     with _others(): dist.all_reduce(top, dist.ReduceOp.MAX)
     return top.to(x.dtype)
 
@@ -93,23 +112,29 @@ def first(
     with _others(): dist.broadcast_object_list(found, src=0)
     return _taken(found[0])
 
+# %% ../../nbs/model/01_parallel.ipynb #30803fd3
 def agree(
     f: Callable,  # called in every process; it must not wait for the others
     *args: Any,  # of `f`
 ) -> Any:
-    "What `f` returns, which must be the same everywhere; the first InputError of any process is one of all."
+    """What `f` returns, which must be the same everywhere;
+    the first InputError of any process is one of all."""
     if world() == 1: return f(*args)
     found: list[Any] = [None] * world()
     with _others(): dist.all_gather_object(found, _tried(f, *args))
     results = [_taken(told) for told in found]
     for other in results:
-        if other != results[0]: raise InputError(f"the processes do not agree: {results[0]!r} in one and {other!r} in another")
+        if other != results[0]:
+            raise InputError(
+                f"the processes do not agree: {results[0]!r} in one and {other!r} in another"
+            )
     return results[0]
 
 def _tried(f: Callable, *args) -> tuple[Any, InputError | None]:
     try: return f(*args), None
     except InputError as e: return None, e
 
+# %% ../../nbs/model/01_parallel.ipynb #5a55f1e5
 def _taken(told: tuple[Any, InputError | None]) -> Any:
     if told[1] is not None: raise told[1]
     return told[0]
@@ -119,5 +144,6 @@ def key_from(
     key: int | Tensor,  # from `rounding_key`: an int, or a scalar int64 tensor
     start: int,  # place of the first element in the whole tensor
 ) -> int | Tensor:
-    "The key under which a part of a tensor draws what it would draw as a part of the whole, which has at most 2^32 elements."
+    """The key under which a part of a tensor draws what it would draw as a part of the whole,
+    which has at most 2^32 elements."""
     return key >> 32 << 32 | (key + start & 0xFFFFFFFF)

@@ -31,7 +31,8 @@ RECIPES = {"current": None, "delayed": AmaxHistory, "smoothed": AmaxAverage, "st
 
 @dataclass(frozen=True)
 class Precision:
-    "How a point rounds; InputError for an unknown name, or several scales that are to be remembered."
+    """How a point rounds; InputError for an unknown name,
+    or several scales that are to be remembered."""
     format: FP8Format | str  # of the elements
     scaling: str = "current"  # a key of `RECIPES`: which amax the scale is made from
     granularity: str | int = "tensor"  # what shares a scale: a tensor, a channel, or a block of so many
@@ -56,7 +57,8 @@ class Precision:
     def __str__(self) -> str: return " ".join([get_format(self.format).name, *self.unusual])
 
 # %% ../../nbs/model/02_points.ipynb #06c08489
-GRADIENT_FORMAT = "E5M2"  # where a gradient's point is merely on: it needs range more than precision
+# where a gradient's point is merely on: it needs range more than precision
+GRADIENT_FORMAT = "E5M2"
 
 def _meaning(word: str) -> str:
     "The choice that a word is about."
@@ -76,6 +78,7 @@ def _read_words(words: list[str]) -> dict[str, Any]:
         found[key] = int(word) if word.isdigit() else word
     return found
 
+# %% ../../nbs/model/02_points.ipynb #f7741ba8
 def read_precision(
     spec: Precision | FP8Format | str | bool | None,  # True: `GRADIENT_FORMAT`; text: a format and words
 ) -> Precision | None:  # None: high precision
@@ -111,7 +114,8 @@ def _amax(q: "Quantizer", x: Tensor) -> Tensor:
     return largest(amax) if q.parted else amax
 
 def _next_key(q: "Quantizer", x: Tensor, advance: bool) -> int | Tensor:
-    "The key of stochastic rounding, and of nothing else: a compiler that sees the count change gives up."
+    """The key of stochastic rounding, and of nothing else:
+    a compiler that sees the count change gives up."""
     start = rank() * x.numel() if q.parted else 0
     key = key_from(rounding_key(q.seed, q.calls, q.number), start)
     q.calls += advance
@@ -131,7 +135,8 @@ class Quantizer:
         self.become(precision)
         self.dim: int | tuple[int, ...] = -1  # along which a channel, or a block, lies
         self.probe: Callable | None = None  # rounds in its stead, given tensor, scale and key
-        self.fit = False  # shrink a tensor that exceeds the range, instead of clipping its largest elements
+        # shrink a tensor that exceeds the range, instead of clipping its largest elements
+        self.fit = False
 
     def become(self, precision: Precision) -> None:
         "Changes how the point rounds; amaxes are collected anew."
@@ -152,7 +157,8 @@ class Quantizer:
         return before
 
     def __call__(self, x: Tensor, advance: bool = True) -> Tensor:
-        "`x` rounded, with a straight-through gradient; without `advance`, as in evaluation, nothing is remembered."
+        """`x` rounded, with a straight-through gradient; without `advance`,
+        as in evaluation, nothing is remembered."""
         if not x.numel(): return x
         scale, rounding = self.scale(x, advance), self.precision.rounding
         if self.fit: x = x * (self.format.max * scale / _amax(self, x)).clamp(max=1)
@@ -175,7 +181,9 @@ class LayerPrecisionRule:
 
     def __post_init__(self):
         if self.format is not None and self.weight is not None:
-            raise InputError(f"the rule {self.pattern!r} gives both format and weight, which is the same")
+            raise InputError(
+                f"the rule {self.pattern!r} gives both format and weight, which is the same"
+            )
         self.points()
 
     def points(self) -> dict[str, Precision]:
@@ -219,5 +227,6 @@ def _read_rule(text: str) -> LayerPrecisionRule:
 def parse_rules(
     text: str | None,  # "blocks.0.*: weight=E3M4, gradient=E5M2 stochastic; blocks.3.*:"
 ) -> list[LayerPrecisionRule]:
-    "The rules that a line of text holds; InputError for a point that does not exist or cannot be read."
+    """The rules that a line of text holds;
+    InputError for a point that does not exist or cannot be read."""
     return [_read_rule(rule) for rule in filter(str.strip, (text or "").split(";"))]

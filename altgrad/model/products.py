@@ -28,7 +28,8 @@ def fast_bfloat16(device: torch.device) -> bool:
     tests = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(getattr(torch.cpu, test)() for test in tests if hasattr(torch.cpu, test))
 
-# Whether float32 products can be narrowed on this CPU, and are faster then: a constant, because a compiler reads along.
+# Whether float32 products can be narrowed on this CPU, and are faster then: a constant, because a
+# compiler reads along.
 _MATMUL = getattr(torch.backends.mkldnn, "matmul", None)
 _HAS_SWITCH = fast_bfloat16(torch.device("cpu")) and hasattr(_MATMUL, "fp32_precision")
 _SWITCH = threading.RLock()  # there is one for the whole process
@@ -43,7 +44,8 @@ def _narrow_products() -> Iterator[None]:
         try: yield
         finally:
             inherited = before == whole.fp32_precision
-            whole.matmul.fp32_precision = "none" if inherited else before  # none: what all of mkldnn has
+            # none: what all of mkldnn has
+            whole.matmul.fp32_precision = "none" if inherited else before
 
 # %% ../../nbs/model/03_products.ipynb #a97a9c0d
 def _has_narrow_factors(layer: "QuantizedLinear") -> bool:
@@ -78,11 +80,13 @@ def _narrow_product(a: Tensor, b: Tensor) -> Tensor:
 def _product_shape(a, b): return a.new_empty(a.shape[0], b.shape[1])
 
 def _multiply(a: Tensor, b: Tensor, narrow: bool) -> Tensor:
-    "The product of two matrices; to a compiler, which must not see the switch, a narrow one is an operator."
+    """The product of two matrices; to a compiler, which must not see the switch,
+    a narrow one is an operator."""
     if not narrow: return a @ b
     if torch.compiler.is_compiling(): return _narrow_product(a, b)
     with _narrow_products(): return a @ b
 
+# %% ../../nbs/model/03_products.ipynb #a7e8b86d
 class _Product(torch.autograd.Function):
     "`F.linear` of factors that are bfloat16 numbers."
     @staticmethod
@@ -96,7 +100,11 @@ class _Product(torch.autograd.Function):
         (x, w), narrow = ctx.saved_tensors, ctx.gradient_too
         rows = g.reshape(-1, g.shape[-1])
         gx = _multiply(rows, w, narrow).view(x.shape) if ctx.needs_input_grad[0] else None
-        gw = _multiply(rows.T, x.reshape(-1, x.shape[-1]), narrow) if ctx.needs_input_grad[1] else None
+        gw = (
+            _multiply(rows.T, x.reshape(-1, x.shape[-1]), narrow)
+            if ctx.needs_input_grad[1]
+            else None
+        )
         return gx, gw, None
 
 # %% ../../nbs/model/03_products.ipynb #b48fa61e
@@ -109,20 +117,23 @@ class _Kept(torch.autograd.Function):
     def backward(ctx, grad): return grad, None
 
 def _rounded_now(layer: "Quantized", advance: bool) -> Tensor:
-    "The weight's rounded value without a gradient: a grid's weight is a value of its format already."
+    """The weight's rounded value without a gradient:
+    a grid's weight is a value of its format already."""
     w = layer.weight
     if isinstance(w, GridTensor): return w.data.dequantize()
     return layer.points["weight"](w.detach(), advance)
 
 def _rounded_weight(layer: "Quantized", advance: bool) -> Tensor:
-    "The weight as the product sees it: rounded now, read from the grid, or kept since its first use."
+    """The weight as the product sees it: rounded now,
+    read from the grid, or kept since its first use."""
     # transforms trace operators, and must not find what another call kept
     transformed = torch._C._are_functorch_transforms_active()
     # a compiler takes such a leaf, and must not see the grid's weight
     if layer.kept and layer.kept[0].requires_grad and not transformed: return layer.kept[0]
     w, on_grid = layer.weight, isinstance(layer.weight, GridTensor)
     if transformed and on_grid: return w
-    if not on_grid and (transformed or layer.kept is None): return layer.points["weight"](w, advance)
+    if not on_grid and (transformed or layer.kept is None):
+        return layer.points["weight"](w, advance)
     if layer.kept is None: return _Kept.apply(w, _rounded_now(layer, advance))
     if not layer.kept: layer.kept.append(_rounded_now(layer, advance))
     return _Kept.apply(w, layer.kept[0])
@@ -170,7 +181,8 @@ class Quantized(nn.Module):
     @property
     def weight_format(self) -> FP8Format:
         "The weights' format; AttributeError where they stay in high precision."
-        if "weight" not in self.points: raise AttributeError("the weight of this layer is not quantized")
+        if "weight" not in self.points:
+            raise AttributeError("the weight of this layer is not quantized")
         return self.points["weight"].format
 
     def weight_scale(self) -> Tensor:
@@ -224,11 +236,15 @@ class QuantizedConv2d(Quantized, nn.Conv2d):
     channel = (-3, -2, -1)
 
     def forward(self, x: Tensor) -> Tensor:
-        "The convolution of rounded factors: [..., in, height, width] to [..., out, height', width']."
+        """The convolution of rounded factors:
+        [..., in, height, width] to [..., out, height', width']."""
         if self.bypass: return super().forward(x)
         x, w = self.rounded_input(x), self.quantized_weight(self.training)
         if "gradient" not in self.points: return self._conv_forward(x, w, self.bias)
         y = _round_gradient(self._conv_forward(x, w, None), self)
         return y if self.bias is None else y + self.bias[:, None, None]
 
-CLASSES: dict[type[nn.Module], type[Quantized]] = {nn.Linear: QuantizedLinear, nn.Conv2d: QuantizedConv2d}
+CLASSES: dict[type[nn.Module], type[Quantized]] = {
+    nn.Linear: QuantizedLinear,
+    nn.Conv2d: QuantizedConv2d,
+}

@@ -72,16 +72,23 @@ class _Decision(NamedTuple):
         weight, shape = self.points.get("weight"), tuple(self.module.weight.shape)
         others = [f"{kind} {p}" for kind, p in self.points.items() if kind != "weight" or p.unusual]
         name = None if weight is None else get_format(weight.format).name
-        return QuantizedLayer(self.names[0], name, shape, "" if self.points else self.why, ", ".join(others))
+        return QuantizedLayer(
+            self.names[0], name, shape, "" if self.points else self.why, ", ".join(others)
+        )
 
+# %% ../../nbs/model/04_surgery.ipynb #28822432
 def _matches(name: str, pattern: str) -> bool:
     "Whether a skip pattern means this layer: by its qualified name, or by its last component."
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
-def _decide(names: list[str], module: nn.Module, config: PrecisionConfig, skip: Iterable[str]) -> _Decision:
+def _decide(
+    names: list[str], module: nn.Module, config: PrecisionConfig, skip: Iterable[str]
+) -> _Decision:
     "What is to become of one layer, by the first rule that matches one of its names."
     if type(module) not in CLASSES:
-        return _Decision(names, module, {}, f"a {type(module).__name__}, not a plain Linear or Conv2d")
+        return _Decision(
+            names, module, {}, f"a {type(module).__name__}, not a plain Linear or Conv2d"
+        )
     if any(_matches(name, pattern) for name in names for pattern in skip):
         return _Decision(names, module, {}, "skipped")
     for rule in config.rules:
@@ -89,6 +96,7 @@ def _decide(names: list[str], module: nn.Module, config: PrecisionConfig, skip: 
             return _Decision(names, module, rule.points(), f"rule {rule.pattern!r}", rule)
     return _Decision(names, module, _default_points(config), "no rule matches")
 
+# %% ../../nbs/model/04_surgery.ipynb #f7f8f6ae
 def _default_points(config: PrecisionConfig) -> dict[str, Precision]:
     "The points of a layer that no rule matches."
     if config.default is None: return {}
@@ -110,6 +118,7 @@ def _layers(model: nn.Module) -> dict[nn.Module, list[str]]:
             found.setdefault(module, []).append(name)
     return found
 
+# %% ../../nbs/model/04_surgery.ipynb #9514c062
 def _check_patterns(
     decisions: list[_Decision],
     config: PrecisionConfig,
@@ -128,9 +137,11 @@ def _check_patterns(
         raise InputError(f"the rule {rule.pattern!r} decides no layer: what it matches is skipped, "
                          "no plain Linear or Conv2d, or decided by an earlier rule")
 
+# %% ../../nbs/model/04_surgery.ipynb #92214893
 def _config_of(format: Any, config: Any) -> PrecisionConfig:
     "The one of two ways to say what is wanted; InputError for none, both, or something else."
-    if (format is None) == (config is None): raise InputError("give exactly one of format and config")
+    if (format is None) == (config is None):
+        raise InputError("give exactly one of format and config")
     if config is None: return PrecisionConfig(default=get_format(format))
     if isinstance(config, PrecisionConfig): return config
     raise InputError(f"config must be a PrecisionConfig, not {type(config).__name__}")
@@ -152,7 +163,9 @@ def _manifold_class(options: Mapping[str, Any]) -> Any:
         if key not in MANIFOLD_OPTIONS: raise unknown("manifold option", key, MANIFOLD_OPTIONS)
     try: from altgrad.geometry.manifold import FP8Manifold
     except ModuleNotFoundError as e:
-        raise InputError(f"manifold=True needs the package {e.name} (pip install {e.name})") from None
+        raise InputError(
+            f"manifold=True needs the package {e.name} (pip install {e.name})"
+        ) from None
     return FP8Manifold
 
 # %% ../../nbs/model/04_surgery.ipynb #74d581c0
@@ -178,9 +191,12 @@ def _manifold_parameters(
             raise InputError(f"{name}: on a manifold a weight is float32 or float64, not {w.dtype}")
         scale = compute_scale(w.detach().abs().amax(), fmt)
         m = FP8Manifold(fmt, **{"scale": scale, **options})
-        made.setdefault(id(w), ManifoldParameter(w.detach(), manifold=m, requires_grad=w.requires_grad))
+        made.setdefault(
+            id(w), ManifoldParameter(w.detach(), manifold=m, requires_grad=w.requires_grad)
+        )
     return made
 
+# %% ../../nbs/model/04_surgery.ipynb #09b461fb
 def _install(model: nn.Module, parameters: dict[int, nn.Parameter]) -> None:
     "Puts the parameters in the old ones' places, wherever these are."
     for module in model.modules():
@@ -194,10 +210,14 @@ def _refuse_model(model: Any) -> None:
         what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise InputError(f"quantize_model takes a torch.nn.Module, not {what}")
     if isinstance(model, torch.jit.ScriptModule):
-        raise InputError("a model of torch.jit cannot be changed: quantize the model that it was made from")
+        raise InputError(
+            "a model of torch.jit cannot be changed: quantize the model that it was made from"
+        )
     for name, p in model.named_parameters():
         if isinstance(p, nn.UninitializedParameter):
-            raise InputError(f"{name} has no shape yet: run a batch through the model before it is quantized")
+            raise InputError(
+                f"{name} has no shape yet: run a batch through the model before it is quantized"
+            )
 
 def _globs(skip: Any) -> tuple[str, ...]:
     "The skip patterns; InputError for what is no text, nor several."
@@ -215,7 +235,8 @@ def _refuse_idle(decisions: list[_Decision]) -> None:
 
 # %% ../../nbs/model/04_surgery.ipynb #0204199c
 def _refuse_weight(d: _Decision) -> None:
-    "InputError for a layer that is to round something and whose weight is not of real floating-point numbers."
+    """InputError for a layer that is to round something and whose
+    weight is not of real floating-point numbers."""
     w = d.module.weight
     if not d.points or w.is_floating_point(): return
     raise InputError(f"{d.names[0] or 'the model'} has weights of {w.dtype}: "
@@ -225,14 +246,18 @@ def _refuse_blocks(d: _Decision) -> None:
     "InputError for a convolution whose scales would belong to blocks."
     for kind, p in d.points.items():
         if isinstance(d.module, nn.Conv2d) and isinstance(p.granularity, int):
-            raise InputError(f"{d.names[0]}: the {kind} of a convolution has one scale a tensor or a channel, "
-                             f"not blocks of {p.granularity}")
+            raise InputError(
+                f"{d.names[0]}: the {kind} of a convolution has one scale a tensor or a channel, "
+                f"not blocks of {p.granularity}"
+            )
 
 def _refuse_tied_gradient(model: nn.Module, d: _Decision) -> None:
     "InputError for a weight's gradient that is to be rounded and is not of one layer alone."
     if "weight_gradient" not in d.points: return
     w = d.module.weight
-    holders = [name for name, m in model.named_modules() if any(p is w for p in m._parameters.values())]
+    holders = [
+        name for name, m in model.named_modules() if any(p is w for p in m._parameters.values())
+    ]
     if len(holders) > 1:
         raise InputError(f"{d.names[0]}.weight is shared by {' and '.join(holders)}: "
                          "its gradient cannot be rounded for one of them")
@@ -241,7 +266,8 @@ def _refuse_tied_gradient(model: nn.Module, d: _Decision) -> None:
 def _decisions(model: nn.Module, config: PrecisionConfig, skip: Iterable[str]) -> list[_Decision]:
     "What is to become of each layer; InputError, if anything in the request is wrong."
     layers = _layers(model)
-    if any(isinstance(m, Quantized) for m in layers): raise InputError("the model is quantized already")
+    if any(isinstance(m, Quantized) for m in layers):
+        raise InputError("the model is quantized already")
     decisions = [_decide(names, m, config, skip) for m, names in layers.items()]
     _check_patterns(decisions, config, skip)
     _refuse_idle(decisions)
@@ -260,7 +286,8 @@ def quantize_model(
     manifold: bool | Mapping[str, Any] = False,  # True, or options of `FP8Manifold`: put the weights there
     seed: int = 0,  # of stochastic rounding
 ) -> QuantizationReport:
-    "Makes layers round what rules say; InputError, and an untouched model, if the request is wrong."
+    """Makes layers round what rules say; InputError,
+    and an untouched model, if the request is wrong."""
     _refuse_model(model)
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")
@@ -324,6 +351,7 @@ def _stacks(layers: Iterable[Quantized]) -> list[list[Quantized]]:
         found.setdefault(alike, {})[id(m.weight)] = m
     return [list(stack.values()) for stack in found.values() if len(stack) > 1]
 
+# %% ../../nbs/model/04_surgery.ipynb #5c63398f
 def _round_stacks(layers: list[Quantized]) -> None:
     "Rounds small weights of one format and shape together: one operator for all of them."
     for stack in _stacks(layers):
@@ -332,6 +360,7 @@ def _round_stacks(layers: list[Quantized]) -> None:
         rounded = fake_quantize(rows, fmt, scale_of(rows, fmt, "channel"))
         for m, row in zip(stack, rounded): m.kept = [row.view_as(m.weight)]
 
+# %% ../../nbs/model/04_surgery.ipynb #0d7cac11
 @contextmanager
 def rounded_once(
     model: nn.Module,
@@ -353,7 +382,8 @@ def rounded_once(
 # %% ../../nbs/model/04_surgery.ipynb #431a91c7
 @contextmanager
 def high_precision(model: nn.Module) -> Iterator[None]:
-    "Inside, the model computes as if it had no points (weights on a grid stay there); nothing is remembered."
+    """Inside, the model computes as if it had no points (weights on a grid stay there);
+    nothing is remembered."""
     layers = [m for m in model.modules() if isinstance(m, Quantized)]
     for m in layers: m.bypass = True
     try: yield
@@ -366,7 +396,8 @@ def points_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     state = {}
     for (name, kind), q in quantizers(model).items():
         here: dict[str, Any] = {"precision": str(q.precision), "calls": q.calls, "fit": q.fit}
-        if q.scaling is not None: here |= {"memory": q.scaling.memory.state, "scale": q.scaling.scale}
+        if q.scaling is not None:
+            here |= {"memory": q.scaling.memory.state, "scale": q.scaling.scale}
         state[f"{name}/{kind}"] = here
     return state
 

@@ -32,12 +32,20 @@ class TensorProfile:
     zeros: float  # share of elements that are zero
 
     def __str__(self):
-        return (f"{_tails(self.kurtosis)} (kurtosis {self.kurtosis:.3g}), the largest value {self.crest:.3g} times the root mean square, "
-                f"nonzero magnitudes over {self.octaves:.0f} octaves, {self.outliers:.2%} beyond {OUTLIER:g} root mean squares")
+        return (
+            f"{_tails(self.kurtosis)} (kurtosis {self.kurtosis:.3g}), the largest value "
+            f"{self.crest:.3g} times the root mean square, "
+            f"nonzero magnitudes over {self.octaves:.0f} octaves, {self.outliers:.2%} beyond "
+            f"{OUTLIER:g} root mean squares"
+        )
 
 def _tails(kurtosis: float) -> str:
     "Tail weight in words."
-    limits = {2.5: "lighter tails than a Gaussian's", 4: "tails like a Gaussian's", 10: "heavy tails"}
+    limits = {
+        2.5: "lighter tails than a Gaussian's",
+        4: "tails like a Gaussian's",
+        10: "heavy tails",
+    }
     return next((words for limit, words in limits.items() if kurtosis < limit), "very heavy tails")
 
 # %% ../../nbs/numbers/05_choosing.ipynb #171fdbf8
@@ -52,10 +60,14 @@ def _checked(x: Tensor) -> Tensor:
 def profile_of(
     x: Tensor,  # float tensor of any shape, finite, not all zero
 ) -> TensorProfile:
-    "Tail weight, crest, dynamic range, outliers and zeros of a tensor; InputError where it has none."
+    """Tail weight, crest, dynamic range, outliers and zeros of a tensor;
+    InputError where it has none."""
     x = _checked(x).abs()
     square, top, bottom = x.square().mean(), x.amax(), x[x > 0].amin()
-    found = (x ** 4).mean() / square**2, top / square.sqrt(), (top / bottom).log2(), (x > OUTLIER * square.sqrt()).double().mean(), (x == 0).double().mean()
+    found = (
+        (x**4).mean() / square**2, top / square.sqrt(), (top / bottom).log2(),
+        (x > OUTLIER * square.sqrt()).double().mean(), (x == 0).double().mean(),
+    )
     return TensorProfile(*(value.item() for value in found))
 
 # %% ../../nbs/numbers/05_choosing.ipynb #12b8aeaf
@@ -66,16 +78,19 @@ def sqnr_db(
     fmt: FP8Format | str,
     scale: Tensor | float,  # positive divisor, broadcastable to `x`
 ) -> float:  # decibels; inf where nothing is lost
-    "Signal-to-quantization-noise ratio of rounding `x` to a format under a scale, to nearest, saturating."
+    """Signal-to-quantization-noise ratio of rounding `x` to a format under a scale,
+    to nearest, saturating."""
     noise = (fake_quantize(x, fmt, scale) - x).double().square().sum()
     return 10 * (x.double().square().sum() / noise).log10().item()
 
+# %% ../../nbs/numbers/05_choosing.ipynb #c2eead7b
 def best_scale(
     x: Tensor,  # float32 or float64 of any shape, finite, not all zero
     fmt: FP8Format | str,
     scales: str = "any",  # one of `SCALES`: any number (to a 64th of an octave), or powers of two
 ) -> tuple[float, float]:  # the scale, and the SQNR there in decibels
-    "The scale with the highest SQNR, by search from amax's own scale downwards; InputError for other kinds of scales."
+    """The scale with the highest SQNR, by search from amax's own scale downwards;
+    InputError for other kinds of scales."""
     if scales not in SCALES: raise unknown("kind of scales", scales, SCALES)
     _checked(x)
     found = {}
@@ -84,7 +99,8 @@ def best_scale(
             if s not in found and 2.0**-126 <= s <= 2.0**127: found[s] = sqnr_db(x, fmt, s)
         return max(found, key=found.get)
     at = best_of(compute_scale(x.abs().amax(), fmt).item() * 2.0**-k for k in range(-1, 16))
-    for step in (8, 64) if scales == "any" else (): at = best_of([at * 2.0 ** (k / step) for k in range(-8, 9)])
+    for step in (8, 64) if scales == "any" else ():
+        at = best_of([at * 2.0 ** (k / step) for k in range(-8, 9)])
     return at, found[at]
 
 # %% ../../nbs/numbers/05_choosing.ipynb #f60b93ee
@@ -97,12 +113,19 @@ def plot_scale_search(
 
     fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
     for name in names:
-        start, (best, top) = compute_scale(x.abs().amax(), name, "exact").item(), best_scale(x, name)
+        start = compute_scale(x.abs().amax(), name, "exact").item()
+        (best, top) = best_scale(x, name)
         octaves = torch.arange(-5, 9, 1 / 8)
-        ax.plot(octaves, [sqnr_db(x, name, start * 2.0**k) for k in octaves.tolist()], color=COLORS.get(name), label=name)
+        ax.plot(
+            octaves,
+            [sqnr_db(x, name, start * 2.0**k) for k in octaves.tolist()],
+            color=COLORS.get(name),
+            label=name,
+        )
         ax.plot(math.log2(best / start), top, "o", color=COLORS.get(name))
     ax.set(xlabel="octaves from the scale that puts amax on max", ylabel="SQNR (dB)")
-    ax.legend(frameon=False, fontsize=8), ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, fontsize=8)
+    ax.spines[["top", "right"]].set_visible(False)
     return fig
 
 # %% ../../nbs/numbers/05_choosing.ipynb #e1946525
@@ -125,21 +148,38 @@ def score(
     fmt = get_format(fmt)
     scale, sqnr = best_scale(x, fmt, scales)
     x = x[x != 0]
-    clipped, lost = (x.abs() > fmt.max * scale).float().mean(), (fake_quantize(x, fmt, scale) == 0).float().mean()
-    return FormatScore(fmt.name, sqnr, scale, sqnr_db(x, fmt, compute_scale(x.abs().amax(), fmt)), clipped.item(), lost.item())
+    clipped = (x.abs() > fmt.max * scale).float().mean()
+    lost = (fake_quantize(x, fmt, scale) == 0).float().mean()
+    return FormatScore(
+        fmt.name, sqnr, scale, sqnr_db(x, fmt, compute_scale(x.abs().amax(), fmt)), clipped.item(),
+        lost.item(),
+    )
 
 # %% ../../nbs/numbers/05_choosing.ipynb #29a3eb21
 _HEADS = ("format", "SQNR dB", "at amax", "best scale", "clipped", "lost to 0")
 
+# %% ../../nbs/numbers/05_choosing.ipynb #984e63a8
 class _Ranking(list):
     "How a `Recommendation` shows itself: one table, one sentence."
     def _rows(self) -> list[tuple[str, ...]]:
-        return [(r.format, f"{r.sqnr:.1f}", f"{r.at_amax:.1f}", f"{r.scale:.4g}", f"{r.clipped:.2%}", f"{r.lost:.2%}") for r in self]
+        return [
+            (
+                r.format, f"{r.sqnr:.1f}", f"{r.at_amax:.1f}", f"{r.scale:.4g}", f"{r.clipped:.2%}",
+                f"{r.lost:.2%}",
+            )
+            for r in self
+        ]
 
     def __repr__(self):
         rows = [_HEADS, *self._rows()]
         width = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join([row[0].ljust(width[0]), *(cell.rjust(w) for cell, w in zip(row[1:], width[1:]))]) for row in rows]
+        lines = [
+            "  ".join([
+                row[0].ljust(width[0]),
+                *(cell.rjust(w) for cell, w in zip(row[1:], width[1:])),
+            ])
+            for row in rows
+        ]
         return "\n".join([*lines, self.why])
 
     def __rich__(self):
@@ -151,9 +191,13 @@ class _Ranking(list):
         return Group(table, self.why)
 
 # %% ../../nbs/numbers/05_choosing.ipynb #509d209d
-_REASONS = {1: "no range is needed, and an even grid wastes no code", 2: "little range is needed, so nearly all bits go to the mantissa",
-            4: "large values need range, so some bits go to the exponent"}  # by the best format's exponent bits at most
+_REASONS = {
+    1: "no range is needed, and an even grid wastes no code",
+    2: "little range is needed, so nearly all bits go to the mantissa",
+    4: "large values need range, so some bits go to the exponent",
+}  # by the best format's exponent bits at most
 
+# %% ../../nbs/numbers/05_choosing.ipynb #61313ba6
 class Recommendation(_Ranking):
     "`FormatScore`s, best first, with the tensor's `profile` and one sentence, `why`."
     def __init__(
@@ -174,8 +218,14 @@ class Recommendation(_Ranking):
         "The first place and its reason in words."
         behind = next((row for row in self[1:] if self[0].sqnr - row.sqnr >= 0.05), None)
         lead = f", {self[0].sqnr - behind.sqnr:.1f} dB more than {behind.format}" if behind else ""
-        reason = next((words for limit, words in _REASONS.items() if self.best.exponent_bits <= limit), "range decides, so most bits go to the exponent")
-        return f"{self[0].format} keeps most: {self[0].sqnr:.1f} dB{lead}. The tensor has {self.profile}: {reason}."
+        reason = next(
+            (words for limit, words in _REASONS.items() if self.best.exponent_bits <= limit),
+            "range decides, so most bits go to the exponent",
+        )
+        return (
+            f"{self[0].format} keeps most: {self[0].sqnr:.1f} dB{lead}. The tensor has "
+            f"{self.profile}: {reason}."
+        )
 
 # %% ../../nbs/numbers/05_choosing.ipynb #cf6f2e63
 def recommend_format(
@@ -185,10 +235,12 @@ def recommend_format(
     scales: str = "any",  # one of `SCALES`: what scales are searched
     sample: int = 2**18,  # a larger tensor is measured on so many of its nonzero elements, drawn with replacement by a fixed seed
 ) -> Recommendation:
-    "Ranks formats by the SQNR that each reaches on `x` under one scale for the tensor, the best it has; InputError where there is nothing to measure."
+    """Ranks formats by the SQNR that each reaches on `x` under one scale for the tensor,
+    the best it has; InputError where there is nothing to measure."""
     formats = [get_format(fmt) for fmt in formats]
     if not formats: raise InputError("recommend_format takes at least one format")
-    if not is_whole(sample, 1): raise InputError(f"sample must be a whole number from 1, not {sample!r}")
+    if not is_whole(sample, 1):
+        raise InputError(f"sample must be a whole number from 1, not {sample!r}")
     whole = _checked(x)
     whole = whole[whole != 0]  # zeros are exact in every format
     if len(whole) > sample:

@@ -7,7 +7,7 @@ __all__ = ['PIECE', 'QuantStats', 'quantize_stats']
 
 # %% ../../nbs/numbers/03_counts.ipynb #0c6e8bf6
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Callable, NamedTuple
 
@@ -22,7 +22,8 @@ from .quantize import fake_quantize
 # %% ../../nbs/numbers/03_counts.ipynb #b528052e
 @dataclass(frozen=True)
 class QuantStats:
-    "Counts of one or more `quantize_stats`, as tensors on their device; `a + b` merges. Rates and the like wait for the device."
+    """Counts of one or more `quantize_stats`, as tensors on their device;
+    `a + b` merges. Rates and the like wait for the device."""
     fmt: FP8Format  # the format
     count: Tensor  # elements, int64
     overflow: Tensor  # int64; see the table above for these
@@ -35,31 +36,60 @@ class QuantStats:
     histogram: Tensor | None  # int64, 2^bits counts in code order (a NaN only where the format has one); None if not asked for
 
     def __add__(self, other: "QuantStats") -> "QuantStats":
-        "The statistics of both tensors together; InputError for different formats, or if only one has a histogram."
+        """The statistics of both tensors together;
+        InputError for different formats, or if only one has a histogram."""
         if self.fmt != other.fmt or (self.histogram is None) != (other.histogram is None):
-            raise InputError(f"statistics of {self.fmt.name} and {other.fmt.name} do not add up: the format and the histogram must be the same")
-        merge = lambda name, a, b: a if name == "fmt" or a is None else torch.maximum(a, b) if name == "amax" else a + b
-        return QuantStats(*(merge(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+            raise InputError(
+                f"statistics of {self.fmt.name} and {other.fmt.name} do not add up: the format and "
+                "the histogram must be the same"
+            )
+        merge = lambda name, a, b: (
+            a if name == "fmt" or a is None else torch.maximum(a, b) if name == "amax" else a + b
+        )
+        return QuantStats(
+            *(merge(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        )
 
-    overflow_rate = property(lambda self: _ratio(self.overflow, self.count), doc="Share of elements that overflow, in [0, 1].")
-    underflow_rate = property(lambda self: _ratio(self.underflow, self.count), doc="Share of elements that vanish, in [0, 1].")
-    sqnr_db = property(lambda self: _decibel(self.squares, self.squared_error), doc="Signal to quantization noise in dB; inf without error.")
-    entropy_bits = property(lambda self: _entropy(self), doc="Entropy of the codes in use, at most `fmt.bits`.")
-    dead_codes = property(lambda self: int((_finite_counts(self) == 0).sum()), doc="Codes of finite values that no element uses.")
-    range_used_octaves = property(lambda self: _octaves(self), doc="log2 of the largest over the smallest non-zero magnitude in use.")
+    overflow_rate = property(
+        lambda self: _ratio(self.overflow, self.count),
+        doc="Share of elements that overflow, in [0, 1].",
+    )
+    underflow_rate = property(
+        lambda self: _ratio(self.underflow, self.count),
+        doc="Share of elements that vanish, in [0, 1].",
+    )
+    sqnr_db = property(
+        lambda self: _decibel(self.squares, self.squared_error),
+        doc="Signal to quantization noise in dB; inf without error.",
+    )
+    entropy_bits = property(
+        lambda self: _entropy(self), doc="Entropy of the codes in use, at most `fmt.bits`."
+    )
+    dead_codes = property(
+        lambda self: int((_finite_counts(self) == 0).sum()),
+        doc="Codes of finite values that no element uses.",
+    )
+    range_used_octaves = property(
+        lambda self: _octaves(self),
+        doc="log2 of the largest over the smallest non-zero magnitude in use.",
+    )
 
     def __repr__(self) -> str: return _describe(self)
     def _repr_html_(self) -> str: return _html(self)
 
 # %% ../../nbs/numbers/03_counts.ipynb #b8d15787
-def _ratio(part: Tensor, of: Tensor) -> float | None: return part.item() / of.item() if of.item() else None
+def _ratio(part: Tensor, of: Tensor) -> float | None:
+    return part.item() / of.item() if of.item() else None
 
 def _decibel(signal: Tensor, noise: Tensor) -> float | None:
     "10 log10(signal / noise); None without a signal."
     return 10 * (signal.log10() - noise.log10()).item() if signal.item() else None
 
 def _needs_histogram(stats: QuantStats) -> Tensor:
-    if stats.histogram is None: raise InputError("these statistics have no histogram: call quantize_stats(..., histogram=True)")
+    if stats.histogram is None:
+        raise InputError(
+            "these statistics have no histogram: call quantize_stats(..., histogram=True)"
+        )
     return stats.histogram
 
 def _finite_counts(stats: QuantStats) -> Tensor:
@@ -67,6 +97,7 @@ def _finite_counts(stats: QuantStats) -> Tensor:
     counts = _needs_histogram(stats)
     return counts[stats.fmt.table.isfinite().to(counts.device)]
 
+# %% ../../nbs/numbers/03_counts.ipynb #32e77b6d
 def _entropy(stats: QuantStats) -> float:
     "Entropy in bits of the codes in use; 0 for none."
     p = _needs_histogram(stats).double()
@@ -79,45 +110,74 @@ def _octaves(stats: QuantStats) -> float | None:
     magnitude = magnitude[magnitude.isfinite() & (magnitude > 0)]
     return (magnitude.max().log2() - magnitude.min().log2()).item() if len(magnitude) else None
 
+# %% ../../nbs/numbers/03_counts.ipynb #ab5ac031
 def _describe(stats: QuantStats) -> str:
     "One line a human can read; waits for the device."
     show = lambda value, unit, form: "-" if value is None else f"{value:{form}}{unit}"
-    parts = [f"{stats.fmt.name}, {stats.count.item():,} elements", f"overflow {show(stats.overflow_rate, '', '.3%')}",
-             f"underflow {show(stats.underflow_rate, '', '.3%')}", f"SQNR {show(stats.sqnr_db, ' dB', '.1f')}", f"amax {stats.amax.item():.4g}"]
-    if stats.nan.item() + stats.inf.item(): parts.append(f"{stats.nan.item():,} NaN, {stats.inf.item():,} inf")
+    parts = [
+        f"{stats.fmt.name}, {stats.count.item():,} elements",
+        f"overflow {show(stats.overflow_rate, '', '.3%')}",
+        f"underflow {show(stats.underflow_rate, '', '.3%')}",
+        f"SQNR {show(stats.sqnr_db, ' dB', '.1f')}",
+        f"amax {stats.amax.item():.4g}",
+    ]
+    if stats.nan.item() + stats.inf.item():
+        parts.append(f"{stats.nan.item():,} NaN, {stats.inf.item():,} inf")
     if stats.histogram is not None:
-        parts += [f"entropy {stats.entropy_bits:.2f} of {stats.fmt.bits} bits", f"{stats.dead_codes} dead codes",
-                  f"{show(stats.range_used_octaves, ' octaves', '.1f')}"]
+        parts += [
+            f"entropy {stats.entropy_bits:.2f} of {stats.fmt.bits} bits",
+            f"{stats.dead_codes} dead codes",
+            f"{show(stats.range_used_octaves, ' octaves', '.1f')}",
+        ]
     return f"QuantStats({'; '.join(parts)})"
 
 # %% ../../nbs/numbers/03_counts.ipynb #d4036bec
 def _html(stats: QuantStats) -> str:
     "The counts by value over a table; waits for the device."
     show = lambda value, form: "-" if value is None else format(value, form)
-    facts = {"elements": f"{stats.count.item():,}", "overflow": show(stats.overflow_rate, ".3%"), "underflow": show(stats.underflow_rate, ".3%"),
-             "SQNR": show(stats.sqnr_db, ".1f") + " dB", "amax": show(stats.amax.item(), ".4g")}
-    if stats.nan.item() + stats.inf.item(): facts |= {"NaN": f"{stats.nan.item():,}", "inf": f"{stats.inf.item():,}"}
+    facts = {
+        "elements": f"{stats.count.item():,}",
+        "overflow": show(stats.overflow_rate, ".3%"),
+        "underflow": show(stats.underflow_rate, ".3%"),
+        "SQNR": show(stats.sqnr_db, ".1f") + " dB",
+        "amax": show(stats.amax.item(), ".4g"),
+    }
+    if stats.nan.item() + stats.inf.item():
+        facts |= {"NaN": f"{stats.nan.item():,}", "inf": f"{stats.inf.item():,}"}
     if stats.histogram is None: return html_card(f"QuantStats of {stats.fmt.name}", facts)
-    facts |= {"entropy": f"{stats.entropy_bits:.2f} of {stats.fmt.bits} bits", "dead codes": stats.dead_codes,
-              "range in use": show(stats.range_used_octaves, ".1f") + " octaves"}
-    counts = stats.histogram.cpu().double()[stats.fmt.table.argsort(stable=True)]  # NaN, if there is one, comes last
+    facts |= {
+        "entropy": f"{stats.entropy_bits:.2f} of {stats.fmt.bits} bits",
+        "dead codes": stats.dead_codes,
+        "range in use": show(stats.range_used_octaves, ".1f") + " octaves",
+    }
+    # NaN, if there is one, comes last
+    counts = stats.histogram.cpu().double()[stats.fmt.table.argsort(stable=True)]
     bars = counts.view(-1, max(1, len(counts) // 256)).sum(1)
     heights = (bars / bars.max().clamp(min=1)).tolist()
-    return html_card(f"QuantStats of {stats.fmt.name}", facts, svg_bars(heights, COLORS.get(stats.fmt.name, "currentColor")))
+    return html_card(
+        f"QuantStats of {stats.fmt.name}", facts,
+        svg_bars(heights, COLORS.get(stats.fmt.name, "currentColor")),
+    )
 
 # %% ../../nbs/numbers/03_counts.ipynb #4a3beb40
 @cache
 def _bin_codes(fmt: FP8Format, device: torch.device) -> Tensor:
-    "The code of each bin: magnitudes 0 to `magnitudes` (the last is infinity), first with sign 0, then 1; bins that cannot occur go to code 0."
-    v = torch.cat([fmt.table[: fmt.last_finite + 1], torch.full((fmt.magnitudes - fmt.last_finite,), torch.inf, dtype=torch.float64)])
+    """The code of each bin: magnitudes 0 to `magnitudes` (the last is infinity),
+    first with sign 0, then 1; bins that cannot occur go to code 0."""
+    v = torch.cat([
+        fmt.table[: fmt.last_finite + 1],
+        torch.full((fmt.magnitudes - fmt.last_finite,), torch.inf, dtype=torch.float64),
+    ])
     code = dict(zip(fmt.table.tolist(), range(2**fmt.bits)))
     code[0.0] = 0
     negative = [code.get(-a, 0) if a else fmt.code_minus_zero or 0 for a in v.tolist()]
     if fmt.twos_complement: negative[fmt.magnitudes] = fmt.code_min
     return torch.tensor([code.get(a, 0) for a in v.tolist()] + negative, device=device)
 
+# %% ../../nbs/numbers/03_counts.ipynb #96783f94
 class _Layout(NamedTuple):
-    "What finds a value's bin: a factor that moves the exponents to float32's lowest, bits to drop, the bin of the smallest magnitude, the last."
+    """What finds a value's bin: a factor that moves the exponents to float32's lowest,
+    bits to drop, the bin of the smallest magnitude, the last."""
     factor: float | Tensor
     drop: int | Tensor
     first: int | Tensor
@@ -126,28 +186,47 @@ class _Layout(NamedTuple):
 @cache
 def _layout(fmt: FP8Format, device: torch.device) -> tuple[_Layout, tuple[Tensor, ...]]:
     "A format's layout as numbers, and as tensors on a device for a compiled kernel."
-    found = _Layout(2.0 ** (-126 - fmt.min_exponent), 23 - fmt.mantissa_bits, int(not fmt.has_zero), fmt.magnitudes)
-    return found, (torch.tensor(found.factor, device=device), torch.tensor(found[1:], dtype=torch.int32, device=device))
+    found = _Layout(
+        2.0 ** (-126 - fmt.min_exponent), 23 - fmt.mantissa_bits, int(not fmt.has_zero),
+        fmt.magnitudes,
+    )
+    return found, (
+        torch.tensor(found.factor, device=device),
+        torch.tensor(found[1:], dtype=torch.int32, device=device),
+    )
 
+# %% ../../nbs/numbers/03_counts.ipynb #57297732
 def _bins(q: Tensor, layout: _Layout) -> Tensor:
     "The bins (int32) of values of the format; of 0 for NaN."
     bits = (q.nan_to_num(0.0, torch.inf, -torch.inf).float() * layout.factor).view(torch.int32)
-    magnitude = ((bits & 0x7FFFFFFF) >> layout.drop).sub_(layout.first).clamp_(0).clamp_(max=layout.last)
+    magnitude = (
+        ((bits & 0x7FFFFFFF) >> layout.drop).sub_(layout.first).clamp_(0).clamp_(max=layout.last)
+    )
     return magnitude.add_((bits >> 31).bitwise_and_(1).mul_(layout.last + 1))
 
 def _count_bins(bins: Tensor, n: int) -> Tensor:
     "How often each of `n` bins occurs; on a GPU without a wait."
     if bins.device.type == "cpu": return torch.bincount(bins.flatten(), minlength=n)
-    return torch.zeros(n, dtype=torch.int64, device=bins.device).index_add_(0, bins.flatten().long(), torch.ones_like(bins.flatten(), dtype=torch.int64))
+    return torch.zeros(n, dtype=torch.int64, device=bins.device).index_add_(
+        0, bins.flatten().long(), torch.ones_like(bins.flatten(), dtype=torch.int64)
+    )
 
 # %% ../../nbs/numbers/03_counts.ipynb #a1d3b498
-def _measure(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How, noise: Tensor | None, first: Callable, sums: Callable,
-             layout: _Layout | None) -> tuple[Tensor, Tensor | None, Tensor]:
+def _measure(
+    x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How,
+    noise: Tensor | None, first: Callable, sums: Callable, layout: _Layout | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     "The result, the bins if a layout is given, and `sums`."
     q = K.kernel(x, scale, inverse, g, how, noise, first)
     y = q if how.scaling == "none" else q * scale
     wide = x.to(q.dtype)
-    z = wide if how.scaling == "none" else wide / scale if how.scaling == "divide" else wide * inverse
+    z = (
+        wide
+        if how.scaling == "none"
+        else wide / scale
+        if how.scaling == "divide"
+        else wide * inverse
+    )
     limit = torch.finfo(x.dtype).max
     if how.clip: y = y.clamp(-limit, limit).copysign(y)
     y = y.to(x.dtype)
@@ -162,8 +241,12 @@ def _sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     nan, inf = count(magnitude != magnitude), count(magnitude == torch.inf)
     beyond = x.numel() - within - nan - count(z.abs() == torch.inf)
     squares = lambda t: t.double().square_().sum()
-    return beyond, count((y == 0).logical_and_(x != 0)), nan, inf, squares((x - y).nan_to_num_(0.0, 0.0, 0.0)), squares(finite), finite.abs().amax().double()
+    return (
+        beyond, count((y == 0).logical_and_(x != 0)), nan, inf,
+        squares((x - y).nan_to_num_(0.0, 0.0, 0.0)), squares(finite), finite.abs().amax().double(),
+    )
 
+# %% ../../nbs/numbers/03_counts.ipynb #36462490
 def _fused_sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     "The same for a compiler."
     count = lambda which: which.float().sum().double()
@@ -171,14 +254,21 @@ def _fused_sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...
     finite = magnitude < torch.inf
     error = torch.where(finite & (y.abs() < torch.inf), x - y, 0.0).double()
     signal = torch.where(finite, x, 0.0).double()
-    return (count(((z > g.max) | (z < g.min)) & (size < torch.inf)), count((y == 0) & (x != 0)), count(magnitude != magnitude), count(magnitude == torch.inf),
-            (error * error).sum(), (signal * signal).sum(), torch.where(finite, magnitude, 0.0).amax().double())
+    return (
+        count(((z > g.max) | (z < g.min)) & (size < torch.inf)), count((y == 0) & (x != 0)),
+        count(magnitude != magnitude), count(magnitude == torch.inf), (error * error).sum(),
+        (signal * signal).sum(), torch.where(finite, magnitude, 0.0).amax().double(),
+    )
 
+# %% ../../nbs/numbers/03_counts.ipynb #d3a1d37a
 def _finite_sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     "The same if x, y and z are finite; else a sum is not."
     count = lambda which: which.to(torch.int32).sum(dtype=torch.int32).double()
     error, signal, none = (x - y).double(), x.double(), torch.zeros((), dtype=torch.float64)
-    return count((z > g.max) | (z < g.min)), count((y == 0) & (x != 0)), none, none, (error * error).sum(), (signal * signal).sum(), x.abs().amax().double()
+    return (
+        count((z > g.max) | (z < g.min)), count((y == 0) & (x != 0)), none, none,
+        (error * error).sum(), (signal * signal).sum(), x.abs().amax().double(),
+    )
 
 # %% ../../nbs/numbers/03_counts.ipynb #3d33566f
 @cache
@@ -186,40 +276,62 @@ def _compiled(how: K.How, device: str, codes: bool) -> Callable:
     "`_measure` in one pass that writes the result in place."
     sums = _finite_sums if device == "cpu" else _fused_sums
 
-    def kernel(x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Tensor, factor: Tensor, places: Tensor) -> tuple:
+    def kernel(
+        x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Tensor,
+        factor: Tensor, places: Tensor,
+    ) -> tuple:
         layout = _Layout(factor, *places.unbind()) if codes else None
-        y, bins, found = _measure(x, scale, inverse, K.Grid(*numbers.unbind()), how, None, unit_in_first_place, sums, layout)
+        y, bins, found = _measure(
+            x, scale, inverse, K.Grid(*numbers.unbind()), how, None, unit_in_first_place, sums,
+            layout,
+        )
         out.copy_(y)
         return bins, found
 
-    own = FunctionType(kernel.__code__.replace(co_name=f"measure_{how.rounding}"), kernel.__globals__, closure=kernel.__closure__)
+    own = FunctionType(
+        kernel.__code__.replace(co_name=f"measure_{how.rounding}"), kernel.__globals__,
+        closure=kernel.__closure__,
+    )
     return torch.compile(own, fullgraph=True, dynamic=True, options=K.STRICT[device])
 
 def _is_finite(found: Tensor, scale: Tensor | None, largest: float) -> bool:
-    "Whether `_finite_sums` are right, of quotients that stay below `largest`; always on a device that must not wait."
+    """Whether `_finite_sums` are right, of quotients that stay below `largest`;
+    always on a device that must not wait."""
     if found.device.type != "cpu": return True
     return bool(found.isfinite().all() and (scale is None or (found[6] / scale < largest).all()))
 
 # %% ../../nbs/numbers/03_counts.ipynb #29701c36
 PIECE = 1 << 20  # elements a compiled kernel takes at a time
 
-def _pieces(x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How, words: tuple | None, fmt: FP8Format | None):
-    "Writes the result to `out`; yields the bins if a format is given and the sums, piece by piece of the first dimension."
+# %% ../../nbs/numbers/03_counts.ipynb #f51000a6
+def _pieces(
+    x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How,
+    words: tuple | None, fmt: FP8Format | None,
+):
+    """Writes the result to `out`; yields the bins if a format is given and the sums,
+    piece by piece of the first dimension."""
     compiled = words is None and K.worth_compiling(x)
     row = x.numel() // len(x)
     step = len(x) if x.device.type != "cpu" else max(1, (PIECE if compiled else K.CHUNK) // row)
     numbers = K.numbers_of(g, how.wide or x.dtype == torch.float64, x.device) if compiled else None
     largest = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).max / 2
-    layout, tensors = (None, _layout(get_format("E4M3"), x.device)[1]) if fmt is None else _layout(fmt, x.device)
+    layout, tensors = (
+        (None, _layout(get_format("E4M3"), x.device)[1]) if fmt is None else _layout(fmt, x.device)
+    )
     for a in range(0, len(x), step):
         part, into, b = x[a : a + step], out[a : a + step], min(a + step, len(x))
         s = scale[a:b] if scale is not None and scale.dim() else scale
         if compiled:
-            found = K.attempt(lambda: _compiled(how, x.device.type, fmt is not None)(part, into, s, inverse, numbers, *tensors))  # noqa: B023
+            count = _compiled(how, x.device.type, fmt is not None)
+            found = K.attempt(partial(count, part, into, s, inverse, numbers, *tensors))
             if found is not None and _is_finite(found[1], s, largest):
                 yield found
                 continue
-        coin = None if words is None else K.draw_range(a * row, b * row, words, how.random_bits, x.device).view(part.shape)
+        coin = (
+            None
+            if words is None
+            else K.draw_range(a * row, b * row, words, how.random_bits, x.device).view(part.shape)
+        )
         y, bins, found = _measure(part, s, inverse, g, how, coin, K.first_bits, _sums, layout)
         into.copy_(y)
         yield bins, found
@@ -240,7 +352,8 @@ def quantize_stats(
     fmt = get_format(fmt)
     asked = K.Options(rounding, overflow, 24, batch=0, multiply=False, gradient="straight_through")
     K.check_call(x, fmt, key, asked)
-    if not x.numel() or overflow == "raise": fake_quantize(x, fmt, scale, rounding=rounding, overflow=overflow, key=key)
+    if not x.numel() or overflow == "raise":
+        fake_quantize(x, fmt, scale, rounding=rounding, overflow=overflow, key=key)
     overflow = "saturate" if overflow == "raise" else overflow
     divisor = K.as_scale(scale, x)
     scaling, s, inverse = K.scaling_of(divisor)
@@ -251,25 +364,42 @@ def quantize_stats(
     out, total, amax, bins = _collect(x, divisor, inverse, g, how, key, fmt if histogram else None)
     over, under, nan, inf = total[:4].long()
     counts = None if bins is None else _histogram(bins, nan, fmt)
-    return out, QuantStats(fmt, torch.tensor(x.numel(), device=x.device), over, under, nan, inf, amax, total[4], total[5], counts)
+    return out, QuantStats(
+        fmt, torch.tensor(x.numel(), device=x.device), over, under, nan, inf, amax, total[4],
+        total[5], counts,
+    )
 
 # %% ../../nbs/numbers/03_counts.ipynb #45ffee27
-def _collect(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How, key: int | Tensor | None, fmt: FP8Format | None) -> tuple:
+def _collect(
+    x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How,
+    key: int | Tensor | None, fmt: FP8Format | None,
+) -> tuple:
     "The result and the sums over all pieces; bins too if a format is given."
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total, amax = torch.zeros(6, dtype=torch.float64, device=x.device), torch.zeros((), dtype=torch.float64, device=x.device)
-    bins = None if fmt is None else torch.zeros(2 * fmt.magnitudes + 2, dtype=torch.int64, device=x.device)
+    total = torch.zeros(6, dtype=torch.float64, device=x.device)
+    amax = torch.zeros((), dtype=torch.float64, device=x.device)
+    bins = (
+        None
+        if fmt is None
+        else torch.zeros(2 * fmt.magnitudes + 2, dtype=torch.int64, device=x.device)
+    )
     if not x.numel(): return out, total, amax, bins
     flat, scale, _ = K.flat_of(x.contiguous(), scale, None)
-    for codes, found in _pieces(flat, out.view(flat.shape), scale, inverse, g, how, None if key is None else K.words_of(key), fmt):
+    for codes, found in _pieces(
+        flat, out.view(flat.shape), scale, inverse, g, how,
+        None if key is None else K.words_of(key), fmt,
+    ):
         total += found[:6]
         amax = torch.maximum(amax, found[6])
         if fmt is not None: bins += _count_bins(codes, len(bins))
     return out, total, amax, bins
 
+# %% ../../nbs/numbers/03_counts.ipynb #c8dd0dee
 def _histogram(bins: Tensor, nan: Tensor, fmt: FP8Format) -> Tensor:
     "Counts by code; NaN, which was put into bin 0, goes to its own code if there is one."
     bins[0] -= nan
-    counts = torch.zeros(2**fmt.bits, dtype=torch.int64, device=bins.device).index_add_(0, _bin_codes(fmt, bins.device), bins)
+    counts = torch.zeros(2**fmt.bits, dtype=torch.int64, device=bins.device).index_add_(
+        0, _bin_codes(fmt, bins.device), bins
+    )
     if fmt.code_nan is not None: counts[fmt.code_nan] += nan
     return counts

@@ -67,7 +67,8 @@ class FP8Format:
         return int(self.subnormals) - self.bias
     @property
     def max_exponent(self) -> int:
-        "Exponent floor(log2(max)) of the binade of `max`; with no exponent bits that of the only spacing."
+        """Exponent floor(log2(max)) of the binade of `max`;
+        with no exponent bits that of the only spacing."""
         return max(self.last_finite >> self.mantissa_bits, int(self.subnormals)) - self.bias
     @property
     def min_spacing(self) -> float:
@@ -86,11 +87,13 @@ class FP8Format:
         return -self.max if self.signed else _magnitude(self, 0)
     @property
     def min_normal(self) -> float | None:
-        "The smallest positive value with a leading one (`tiny` in finfo); None where there are no exponent bits."
+        """The smallest positive value with a leading one (`tiny` in finfo);
+        None where there are no exponent bits."""
         return 2.0**self.min_exponent if self.exponent_bits else None
     @property
     def min_subnormal(self) -> float | None:
-        "The smallest positive value without a leading one (`smallest_subnormal` in finfo), or None."
+        """The smallest positive value without a leading one
+        (`smallest_subnormal` in finfo), or None."""
         return self.min_spacing if self.mantissa_bits and self.subnormals else None
     tiny = smallest_normal = min_normal
     smallest_subnormal = min_subnormal
@@ -102,7 +105,8 @@ class FP8Format:
         return self.min_subnormal or 2.0**self.min_exponent
     @property
     def eps(self) -> float | None:
-        "The distance from 1.0 to the next larger value, as finfo has it; None where 1.0 has no such neighbour (E0M7)."
+        """The distance from 1.0 to the next larger value, as finfo has it;
+        None where 1.0 has no such neighbour (E0M7)."""
         step = 2.0 ** (max(self.min_exponent, 0) - self.mantissa_bits)
         return step if self.min_positive <= 1 <= self.max - step else None
     @property
@@ -123,7 +127,8 @@ class FP8Format:
     @property
     def code_minus_zero(self) -> int | None:
         "The code of -0."
-        if not self.signed or self.twos_complement or self.specials in ("fnuz", "p3109"): return None
+        if not self.signed or self.twos_complement or self.specials in ("fnuz", "p3109"):
+            return None
         return self.magnitudes
     @property
     def code_max(self) -> int:
@@ -132,7 +137,8 @@ class FP8Format:
     @property
     def code_min(self) -> int:
         "The code of `min`."
-        return 0 if not self.signed else self.magnitudes + (0 if self.twos_complement else self.last_finite)
+        if not self.signed: return 0
+        return self.magnitudes + (0 if self.twos_complement else self.last_finite)
     @property
     def code_inf(self) -> int | None:
         "The code of +inf; that of -inf has the sign bit set."
@@ -141,7 +147,8 @@ class FP8Format:
     def code_nan(self) -> int | None:
         "The canonical NaN's code: the lowest one."
         if self.specials == "ieee": return self.last_finite + 2 if self.mantissa_bits else None
-        return {"fn": self.magnitudes - 1, "fnuz": self.magnitudes, "p3109": self.magnitudes}.get(self.specials)
+        lowest = {"fn": self.magnitudes - 1, "fnuz": self.magnitudes, "p3109": self.magnitudes}
+        return lowest.get(self.specials)
 
     # values and conversions
     @cached_property
@@ -150,14 +157,16 @@ class FP8Format:
         return _value_table(self)
     @cached_property
     def spec(self) -> str:
-        "All facts but the name in one word that `get_format` reads, e.g. E4M3b7fn; see there for the grammar."
+        "All facts but the name in one word that `get_format` reads, such as E4M3b7fn."
         return spec_of(self)
     @property
     def values(self) -> Tensor:
-        "All 2^bits values in code order, float32 (every value of every format here is exact in it)."
+        """All 2^bits values in code order,
+        float32 (every value of every format here is exact in it)."""
         return self.table.float()
     def to_real(self, bits: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        "The values of integer codes `bits` (any shape), in `dtype`; InputError for codes out of range."
+        """The values of integer codes `bits` (any shape), in `dtype`;
+        InputError for codes out of range."""
         return _decode(self, bits).to(dtype)
     def to_bits(self, x: Tensor) -> Tensor:
         "The codes (`code_dtype`) of the values nearest to `x`; see `encode` for ties and specials."
@@ -181,7 +190,8 @@ def _magnitude(fmt: FP8Format, code: int) -> float:
 def _value_table(fmt: FP8Format) -> Tensor:
     "Every code's value in code order, float64, with infinities and NaN where `specials` puts them."
     v = torch.tensor([_magnitude(fmt, c) for c in range(fmt.magnitudes)], dtype=torch.float64)
-    if fmt.specials == "ieee": v[fmt.last_finite + 1], v[fmt.last_finite + 2 :] = torch.inf, torch.nan
+    if fmt.specials == "ieee":
+        v[fmt.last_finite + 1], v[fmt.last_finite + 2 :] = torch.inf, torch.nan
     if fmt.specials == "p3109": v[-1] = torch.inf
     if fmt.specials == "fn": v[-1] = torch.nan
     if not fmt.signed: return v
@@ -200,7 +210,8 @@ def _decode(fmt: FP8Format, bits: Tensor) -> Tensor:
 def _nearest_magnitude(fmt: FP8Format, ax: Tensor) -> Tensor:
     "Magnitude codes of the finite values nearest to `ax` >= 0 (float64), ties to the even code."
     finite = fmt.table[: fmt.last_finite + 1].to(ax.device)
-    if fmt.twos_complement: finite = torch.cat([finite, -fmt.table[fmt.code_min, None].to(ax.device)])
+    if fmt.twos_complement:
+        finite = torch.cat([finite, -fmt.table[fmt.code_min, None].to(ax.device)])
     middle = (finite[1:] + finite[:-1]) / 2
     below = torch.searchsorted(middle, ax.contiguous())
     at = middle[below.clamp(max=len(middle) - 1)]
@@ -211,7 +222,8 @@ def encode(
     fmt: FP8Format,
     x: Tensor,  # float tensor of any shape
 ) -> Tensor:  # codes of the same shape, of type `fmt.code_dtype`
-    "Codes of the values nearest to `x`, ties to the even code; finite values beyond `max` saturate."
+    """Codes of the values nearest to `x`, ties to the even code;
+    finite values beyond `max` saturate."""
     check_float(x, "to_bits")
     x = x.double()
     code = _nearest_magnitude(fmt, x.abs().nan_to_num(0.0))
@@ -226,13 +238,15 @@ def encode(
 def _with_sign(fmt: FP8Format, code: Tensor, x: Tensor) -> Tensor:
     "Sets the sign bit where `x` is negative; -0 keeps its sign where the format has a -0."
     if not fmt.signed: return torch.where(x > 0, code, 0)
-    if fmt.twos_complement: return torch.where(x < 0, -code % 2**fmt.bits, code.clamp(max=fmt.last_finite))
+    if fmt.twos_complement:
+        return torch.where(x < 0, -code % 2**fmt.bits, code.clamp(max=fmt.last_finite))
     negative = x.signbit()
     if fmt.code_minus_zero is None: negative = negative & (code != 0)
     return torch.where(negative, code + fmt.magnitudes, code)
 
 # %% ../../nbs/numbers/00_formats.ipynb #9bc9be97
-PRECISION = {torch.float32: 24, torch.float64: 53}  # bits of the mantissa, the implicit one included
+# bits of the mantissa, the implicit one included
+PRECISION = {torch.float32: 24, torch.float64: 53}
 
 def unit_in_first_place(
     x: Tensor,  # float32 below 2^104, or float64 below 2^970, in magnitude; any shape
@@ -254,9 +268,14 @@ def ulp(
     fmt: FP8Format,
     x: Tensor,  # float tensor of any shape
 ) -> Tensor:  # positive, same shape and dtype (float16 may not hold it); NaN where `x` is
-    "Spacing of the grid at `x`: 2^(floor(log2|x|) - M), floored at the smallest and capped at the largest spacing."
+    """Spacing of the grid at `x`: 2^(floor(log2|x|) - M),
+    floored at the smallest and capped at the largest spacing."""
     check_float(x, "ulp")
-    wide = x if x.dtype == torch.float64 or (x.dtype == torch.float32 and fmt.max_exponent < 100) else x.double()
+    wide = (
+        x
+        if x.dtype == torch.float64 or (x.dtype == torch.float32 and fmt.max_exponent < 100)
+        else x.double()
+    )
     low, high = 2.0**fmt.min_exponent, 2.0**fmt.max_exponent
     first = unit_in_first_place(wide.abs().clamp(max=high)).clamp(low, high)
     return (first * 2.0**-fmt.mantissa_bits).to(x.dtype)
@@ -265,32 +284,51 @@ def ulp(
 def _check_types(fmt: Any) -> None:  # an FP8Format
     "Raises InputError unless every fact is of its type, and no width is beyond what is supported."
     name = fmt.name
-    if not isinstance(name, str) or not name.strip(): raise InputError(f"a format's name is a text that is not empty, not {name!r}")
+    if not isinstance(name, str) or not name.strip():
+        raise InputError(f"a format's name is a text that is not empty, not {name!r}")
     if fmt.specials not in SPECIALS: raise unknown("specials", fmt.specials, SPECIALS)
     for flag in ("signed", "subnormals", "twos_complement"):
         value = getattr(fmt, flag)
-        if not isinstance(value, bool): raise InputError(f"format {name}: {flag} must be True or False, not {value!r}")
+        if not isinstance(value, bool):
+            raise InputError(f"format {name}: {flag} must be True or False, not {value!r}")
     for field, top in (("exponent_bits", 8), ("mantissa_bits", 15)):
         width = getattr(fmt, field)
         if is_whole(width, 0, top): continue
-        raise InputError(f"format {name}: {field} must be a whole number from 0 to {top}, not {width!r}")
-    if not is_whole(fmt.bias, -math.inf): raise InputError(f"format {name}: bias must be a whole number, not {fmt.bias!r}")
+        raise InputError(
+            f"format {name}: {field} must be a whole number from 0 to {top}, not {width!r}"
+        )
+    if not is_whole(fmt.bias, -math.inf):
+        raise InputError(f"format {name}: bias must be a whole number, not {fmt.bias!r}")
 
+# %% ../../nbs/numbers/00_formats.ipynb #c56860fa
 def _check_facts(fmt: Any) -> None:  # an FP8Format
-    "Raises InputError unless the facts describe a format of at most 16 bits whose values fit in float32."
+    """Raises InputError unless the facts describe a format of at
+    most 16 bits whose values fit in float32."""
     _check_types(fmt)
     E, M, name = fmt.exponent_bits, fmt.mantissa_bits, fmt.name
-    if not 2 <= fmt.bits <= 16: raise InputError(f"format {name}: {fmt.bits} bits; allowed: 2 to 16, sign included")
-    if fmt.specials == "ieee" and not E: raise InputError(f"format {name}: specials 'ieee' need exponent bits")
+    if not 2 <= fmt.bits <= 16:
+        raise InputError(f"format {name}: {fmt.bits} bits; allowed: 2 to 16, sign included")
+    if fmt.specials == "ieee" and not E:
+        raise InputError(f"format {name}: specials 'ieee' need exponent bits")
     if fmt.specials in ("fnuz", "p3109") and not fmt.signed:
-        raise InputError(f"format {name}: specials {fmt.specials!r} need a sign (NaN takes the code of -0)")
+        raise InputError(
+            f"format {name}: specials {fmt.specials!r} need a sign (NaN takes the code of -0)"
+        )
     if not fmt.subnormals and (fmt.signed or not E):
-        raise InputError(f"format {name}: no subnormals, hence no zero; allowed: unsigned with exponent bits")
+        raise InputError(
+            f"format {name}: no subnormals, hence no zero; allowed: unsigned with exponent bits"
+        )
     if fmt.twos_complement and (E or not fmt.signed or fmt.specials != "none"):
-        raise InputError(f"format {name}: two's complement needs a sign, no exponent bits and no special codes")
-    if fmt.last_finite < 1: raise InputError(f"format {name}: the special codes leave no finite value but zero")
+        raise InputError(
+            f"format {name}: two's complement needs a sign, no exponent bits and no special codes"
+        )
+    if fmt.last_finite < 1:
+        raise InputError(f"format {name}: the special codes leave no finite value but zero")
     if fmt.min_exponent - M < -149 or fmt.max_exponent > 127:
-        raise InputError(f"format {name}: bias {fmt.bias!r} puts values outside float32's range (2^-149 to 2^128)")
+        raise InputError(
+            f"format {name}: bias {fmt.bias!r} puts values outside float32's range (2^-149 to "
+            "2^128)"
+        )
 
 # %% ../../nbs/numbers/00_formats.ipynb #17e3a358
 def is_whole(
@@ -314,15 +352,20 @@ def kind_of(
 def is_dense(
     x: object,  # an argument, of any type
 ) -> TypeGuard[Tensor]:
-    "Whether it is an ordinary tensor. A compiler, which cannot ask for a layout, takes every tensor for one."
-    return isinstance(x, Tensor) and (torch.compiler.is_dynamo_compiling() or x.layout == torch.strided and not x.is_nested)
+    """Whether it is an ordinary tensor.
+    A compiler, which cannot ask for a layout, takes every tensor for one."""
+    return isinstance(x, Tensor) and (
+        torch.compiler.is_dynamo_compiling() or x.layout == torch.strided and not x.is_nested
+    )
 
+# %% ../../nbs/numbers/00_formats.ipynb #005ec9a4
 def check_float(
     x: Any,  # an argument, of any type and shape
     what: str,  # takes it
 ) -> None:
     "InputError unless `x` is a dense tensor of floats."
-    if not (is_dense(x) and x.is_floating_point()): raise InputError(f"{what} takes a dense float tensor, not {kind_of(x)}")
+    if not (is_dense(x) and x.is_floating_point()):
+        raise InputError(f"{what} takes a dense float tensor, not {kind_of(x)}")
 
 def check_bits(
     fmt: FP8Format,
@@ -345,7 +388,8 @@ _SPLITS = (
     FP8Format("E6M1", 6, 1, bias=31),
     FP8Format("E7M0", 7, 0, bias=63),
 )
-EIGHT_BIT = tuple(f"E{e}M{7 - e}" for e in range(8))  # the eight splits that the experiments compare
+# the eight splits that the experiments compare
+EIGHT_BIT = tuple(f"E{e}M{7 - e}" for e in range(8))
 
 # %% ../../nbs/numbers/00_formats.ipynb #1bc0e2e6
 _STANDARD = (
@@ -359,7 +403,10 @@ _STANDARD = (
     FP8Format("float4_e2m1fn", 2, 1, bias=1),
     FP8Format("mxint8", 0, 7, bias=0, twos_complement=True),
     FP8Format("float8_e8m0fnu", 8, 0, bias=127, specials="fn", signed=False, subnormals=False),
-    *(FP8Format(f"binary8p{p}", 8 - p, p - 1, bias=2 ** (7 - p), specials="p3109") for p in range(1, 8)),
+    *(
+        FP8Format(f"binary8p{p}", 8 - p, p - 1, bias=2 ** (7 - p), specials="p3109")
+        for p in range(1, 8)
+    ),
 )
 _CONTROLS = (
     FP8Format("bfloat16", 8, 7, bias=127, specials="ieee"),
@@ -370,8 +417,13 @@ _CONTROLS = (
 )
 FORMATS = {fmt.name: fmt for fmt in _SPLITS + _STANDARD + _CONTROLS}
 _ALIASES = {  # other names of registered formats: those of ml_dtypes and torch, then those of the OCP specifications
-    "float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2", "binary16": "float16",
-    "E2M3": "float6_e2m3fn", "E3M2": "float6_e3m2fn", "E2M1": "float4_e2m1fn", "E8M0": "float8_e8m0fnu",
+    "float8_e4m3fn": "E4M3",
+    "float8_e5m2": "E5M2",
+    "binary16": "float16",
+    "E2M3": "float6_e2m3fn",
+    "E3M2": "float6_e3m2fn",
+    "E2M1": "float4_e2m1fn",
+    "E8M0": "float8_e8m0fnu",
 }
 
 # %% ../../nbs/numbers/00_formats.ipynb #7be861d9
@@ -386,7 +438,8 @@ _WORD = re.compile(r"e(\d{1,9})m(\d{1,9})b(-?\d{1,9})(.*)", re.IGNORECASE)
 _ENDING = re.compile(r"(ieee|fnuz|fn|p3109|)(u?)(n?)(t?)")
 
 def _parse(word: str) -> FP8Format | None:
-    "The format of a spec, named by its spec; None if `word` is no spec, InputError if it is a wrong one."
+    """The format of a spec, named by its spec;
+    None if `word` is no spec, InputError if it is a wrong one."""
     parts = _WORD.fullmatch(word)
     if parts is None: return None
     ending = _ENDING.fullmatch(parts[4].lower())
@@ -395,7 +448,10 @@ def _parse(word: str) -> FP8Format | None:
         raise unknown("ending of a format", parts[4], allowed)
     specials, unsigned, normal, twos = ending.groups()
     exponent_bits, mantissa_bits, bias = (int(parts[i]) for i in (1, 2, 3))
-    fmt = FP8Format(word, exponent_bits, mantissa_bits, bias, specials or "none", not unsigned, not normal, bool(twos))
+    fmt = FP8Format(
+        word, exponent_bits, mantissa_bits, bias, specials or "none", not unsigned, not normal,
+        bool(twos),
+    )
     return replace(fmt, name=fmt.spec)
 
 # %% ../../nbs/numbers/00_formats.ipynb #9b4803c0
@@ -411,27 +467,35 @@ def _search(name: str) -> FP8Format:
 _FOUND: dict[str, FP8Format] = {}  # what was asked for before, as it was written
 
 def _find(name: str) -> str:
-    "Sees to it that `_FOUND` knows `name`; returns it. A compiler runs this once and does not look inside."
+    """Sees to it that `_FOUND` knows `name`; returns it.
+    A compiler runs this once and does not look inside."""
     if name not in _FOUND: _FOUND[name] = _search(name)
     return name
 
-# what torch.compiler.assume_constant_result sets, without the seconds that importing the compiler takes
+# what torch.compiler.assume_constant_result sets, without the seconds that importing the compiler
+# takes
 _find._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
+# %% ../../nbs/numbers/00_formats.ipynb #a1d978fd
 def get_format(
     name: str | FP8Format,  # a name or a spec, in any case; or a format, which is returned as it is
 ) -> FP8Format:
-    "The format of that name or spec, the registered one if it has those facts; InputError that lists the registry if there is none."
+    """The format of that name or spec, the registered one if it has those facts;
+    InputError that lists the registry if there is none."""
     if isinstance(name, FP8Format): return name
     return FORMATS.get(str(name)) or _FOUND[_find(str(name))]
 
 def signed_format(
     name: str | FP8Format,  # as in `get_format`
 ) -> FP8Format:
-    "The same for what has values below zero, as weights and gradients have; InputError for a format without a sign."
+    """The same for what has values below zero, as weights and gradients have;
+    InputError for a format without a sign."""
     fmt = get_format(name)
     if not fmt.signed:
-        raise InputError(f"{fmt.name} has no sign and would lose all below zero; allowed: formats with a sign, such as E4M3")
+        raise InputError(
+            f"{fmt.name} has no sign and would lose all below zero; allowed: formats with a sign, "
+            "such as E4M3"
+        )
     return fmt
 
 # %% ../../nbs/numbers/00_formats.ipynb #25fc0f3f
@@ -446,29 +510,44 @@ def exact_text(
     m, e = math.frexp(v)
     decimal, lead = repr(v).removesuffix(".0"), repr(2 * m).removesuffix(".0")
     power = f"{'-' * (v < 0)}2^{e - 1}" if abs(m) == 0.5 else f"{lead} x 2^{e - 1}"
-    return decimal if "e" not in decimal and (len(decimal) <= 8 or len(decimal) < len(power)) else power
+    return (
+        decimal
+        if "e" not in decimal and (len(decimal) <= 8 or len(decimal) < len(power))
+        else power
+    )
 
 def _code_text(fmt: FP8Format, code: int) -> str:
     "A code in hexadecimal, as wide as the format's codes are."
     return f"0x{code:0{-(-fmt.bits // 4)}X}"
 
+# %% ../../nbs/numbers/00_formats.ipynb #2ffde940
 def _runs(fmt: FP8Format, which: Tensor) -> str:
     "The codes that `which` (bool, one for each code) marks, runs of neighbours as first-last."
     marked = set(which.nonzero().flatten().tolist())
     if not marked: return "none"
     first, last = (sorted(c for c in marked if c + step not in marked) for step in (-1, 1))
-    return ", ".join(_code_text(fmt, a) + (f"-{_code_text(fmt, b)}" if b > a else "") for a, b in zip(first, last))
+    return ", ".join(
+        _code_text(fmt, a) + (f"-{_code_text(fmt, b)}" if b > a else "")
+        for a, b in zip(first, last)
+    )
 
 # %% ../../nbs/numbers/00_formats.ipynb #17dc9a7d
 def _facts(fmt: FP8Format) -> dict[str, str]:
-    "The lines of a format's card: what, and its value and code; most are named like the property they show."
-    def at(value, code): return exact_text(value) if value is None else f"{exact_text(value)}  ({_code_text(fmt, code)})"
+    """The lines of a format's card: what, and its value and code;
+    most are named like the property they show."""
+    def at(value, code):
+        return (
+            exact_text(value)
+            if value is None
+            else f"{exact_text(value)}  ({_code_text(fmt, code)})"
+        )
     v, sign = fmt.table, "1 sign + " if fmt.signed else ""
     twos = ", two's complement" if fmt.twos_complement else ""
     normal = "" if fmt.subnormals else ", no subnormals"
     return {
         "spec": fmt.spec,
-        "bits": f"{fmt.bits} = {sign}{fmt.exponent_bits} exponent + {fmt.mantissa_bits} mantissa{twos}{normal}",
+        "bits": f"{fmt.bits} = {sign}{fmt.exponent_bits} exponent + {fmt.mantissa_bits} "
+                f"mantissa{twos}{normal}",
         "bias": str(fmt.bias),
         "max": at(fmt.max, fmt.code_max),
         "min": at(fmt.min, fmt.code_min),
@@ -492,18 +571,27 @@ def _card(fmt: FP8Format, codes: bool) -> str:
 
 def _code_lines(fmt: FP8Format) -> list[str]:
     "Every code with its value, in as many columns (a power of two) as 80 characters hold."
-    cells = [f"{_code_text(fmt, code)} {exact_text(v)}" for code, v in enumerate(fmt.table.tolist())]
+    cells = [
+        f"{_code_text(fmt, code)} {exact_text(v)}" for code, v in enumerate(fmt.table.tolist())
+    ]
     width = max(map(len, cells)) + 2
     columns = 2 ** ((80 // width).bit_length() - 1)
-    return ["".join(f"{cell:{width}}" for cell in cells[i : i + columns]).rstrip() for i in range(0, len(cells), columns)]
+    return [
+        "".join(f"{cell:{width}}" for cell in cells[i : i + columns]).rstrip()
+        for i in range(0, len(cells), columns)
+    ]
 
 # %% ../../nbs/numbers/00_formats.ipynb #40026f34
 def _html(fmt: FP8Format) -> str:
-    "The card under a strip of the finite values: zero in the middle, to both sides the logarithm of the magnitude."
+    """The card under a strip of the finite values: zero in the middle,
+    to both sides the logarithm of the magnitude."""
     v = fmt.table[fmt.table.isfinite()]
     out = torch.where(v == 0, 0.0, (v.abs() / fmt.min_positive).log2() + 1) * v.sign()
     at = ((out - out.min()) / (out.max() - out.min()) * 510 + 1).round().unique() / 512
-    return html_card(fmt.name, _facts(fmt), svg_bars([1.0] * len(at), COLORS.get(fmt.name, "currentColor"), at.tolist()))
+    return html_card(
+        fmt.name, _facts(fmt),
+        svg_bars([1.0] * len(at), COLORS.get(fmt.name, "currentColor"), at.tolist()),
+    )
 
 # %% ../../nbs/numbers/00_formats.ipynb #31ed3d22
 def plot_grids(
@@ -517,11 +605,20 @@ def plot_grids(
     fig, ax = plt.subplots(figsize=(11, 0.5 * len(names) + 1), layout="constrained")
     for row, name in enumerate(names):
         v = FORMATS[name].values
-        ax.plot(v[v.isfinite()], torch.full_like(v[v.isfinite()], row), "|", ms=15, mew=0.6, color=COLORS.get(name, "0.3"))
+        ax.plot(
+            v[v.isfinite()], torch.full_like(v[v.isfinite()], row), "|", ms=15, mew=0.6,
+            color=COLORS.get(name, "0.3"),
+        )
     ax.set_xscale("symlog", base=2, linthresh=linear_below)
-    ax.set(yticks=range(len(names)), yticklabels=names, xlabel="value (symmetric log scale, base 2)")
+    ax.set(
+        yticks=range(len(names)), yticklabels=names, xlabel="value (symmetric log scale, base 2)"
+    )
     exponents = (-64, -32, -16, 0, 16, 32, 64)
-    ax.set_xticks([0.0] + [s * 2.0**k for s in (1, -1) for k in exponents], ["0"] + [f"${s}2^{{{k}}}$" for s in ("", "-") for k in exponents], fontsize=8)
+    ax.set_xticks(
+        [0.0] + [s * 2.0**k for s in (1, -1) for k in exponents],
+        ["0"] + [f"${s}2^{{{k}}}$" for s in ("", "-") for k in exponents],
+        fontsize=8,
+    )
     ax.invert_yaxis()
     ax.minorticks_off()
     ax.spines[["top", "right", "left"]].set_visible(False)

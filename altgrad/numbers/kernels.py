@@ -26,7 +26,8 @@ from .formats import (PRECISION, FP8Format, check_float, get_format, is_dense,
 
 # %% ../../nbs/numbers/02_kernels.ipynb #a12c8c28
 class Grid(NamedTuple):
-    "The numbers of a format that rounding computes with; floats, or 0-d tensors in a compiled kernel."
+    """The numbers of a format that rounding computes with;
+    floats, or 0-d tensors in a compiled kernel."""
     unit: float  # 2^-M: spacing over the power of two below
     spacing: float  # the smallest spacing
     shift: float  # c over the power of two below
@@ -63,7 +64,13 @@ def grid_of(
     unit, c = 2.0**-fmt.mantissa_bits, 1.5 * 2.0 ** (PRECISION[computes] - 1)
     powers = fmt.mantissa_bits == 0
     over = torch.inf if fmt.code_inf is not None else torch.nan
-    under = -over if fmt.signed and over == torch.inf else torch.nan if fmt.code_nan is not None else fmt.min
+    under = (
+        -over
+        if fmt.signed and over == torch.inf
+        else torch.nan
+        if fmt.code_nan is not None
+        else fmt.min
+    )
     grid = Grid(
         unit=unit, spacing=fmt.min_spacing, shift=c * unit, least_shift=c * fmt.min_spacing,
         beyond=2.0 ** (fmt.max_exponent + 1), min=fmt.min, max=fmt.max, under=under, over=over,
@@ -85,10 +92,14 @@ def first_bits(
     integers, mask = EXPONENT_BITS[y.dtype]
     return (y.view(integers) & mask).view(y.dtype)
 
-def _nearest_power(y: Tensor, p: Tensor, u: Tensor, c: Tensor, g: Grid, how: How, first: Callable) -> Tensor:
-    "The nearest power of two or zero, ties to the even code, for a format without mantissa bits; `p` is the power of two below `y`."
+def _nearest_power(
+    y: Tensor, p: Tensor, u: Tensor, c: Tensor, g: Grid, how: How, first: Callable
+) -> Tensor:
+    """The nearest power of two or zero, ties to the even code,
+    for a format without mantissa bits; `p` is the power of two below `y`."""
     root = u.sqrt()
-    if first is not first_bits:  # a compiler fuses a choice; one operation at a time, signs are faster
+    # a compiler fuses a choice; one operation at a time, signs are faster
+    if first is not first_bits:
         even_code = (root == first(root)) == how.even_bias
         c = torch.where(even_code & (p >= g.spacing), c + u, c)
         return (y + c).sub_(c)
@@ -102,11 +113,13 @@ def _nearest_power(y: Tensor, p: Tensor, u: Tensor, c: Tensor, g: Grid, how: How
 ROUNDING = ("nearest", "toward_zero", "up", "down", "stochastic", "away")
 
 def _neighbour(y: Tensor, r: Tensor, u: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
-    "The neighbour of `y` on the grid that a mode wants, from the nearest one `r` and the spacing `u`; signs choose, as a `where` would be slow."
+    """The neighbour of `y` on the grid that a mode wants, from the nearest one `r` and
+    the spacing `u`; signs choose, as a `where` would be slow."""
     if rounding == "up": return r.add_((y - r).sign_().clamp_(min=0).mul_(u))
     if rounding == "down": return r.add_((y - r).sign_().clamp_(max=0).mul_(u))
     if rounding == "away":
-        halves = (y - r).mul_(2).div_(u.copysign_(y)).trunc_().clamp_(min=0)  # 1 at a tie that went inwards
+        # 1 at a tie that went inwards
+        halves = (y - r).mul_(2).div_(u.copysign_(y)).trunc_().clamp_(min=0)
         return r.add_(halves.mul_(u))
     threshold = None if noise is None else noise * u
     inwards = r.abs().sub_(y.abs()).sign_().clamp_(min=0)
@@ -131,7 +144,8 @@ OVERFLOW = ("saturate", "special", "raise")
 
 def _special(q: Tensor, z: Tensor, g: Grid, how: How) -> Tensor:
     "Infinity or NaN, or the limit, for the rounded values `q` of `z` that lie beyond the limits."
-    stops_above, stops_below = how.rounding in ("toward_zero", "down"), how.rounding in ("toward_zero", "up")
+    stops_above = how.rounding in ("toward_zero", "down")
+    stops_below = how.rounding in ("toward_zero", "up")
     over = torch.where(z == torch.inf, g.over, g.max) if stops_above else g.over
     under = torch.where(z == -torch.inf, g.under, g.min) if stops_below else g.under
     return torch.where(q > g.max, over, torch.where(q < g.min, under, q)).to(q.dtype)
@@ -144,7 +158,8 @@ def limited(
     noise: Tensor | None,  # uniform numbers for stochastic rounding, of the shape of `z`
     first: Callable,  # the power of two below a magnitude: `first_bits` or `unit_in_first_place`
 ) -> Tensor:  # of the shape of `z`
-    "`z` on the grid under the policy for overflow; or, for `mask`, whether it overflows. Where there is a -0, NaN keeps its sign too."
+    """`z` on the grid under the policy for overflow; or, for `mask`, whether it overflows.
+    Where there is a -0, NaN keeps its sign too."""
     saturate = how.overflow == "saturate"
     y = z.clamp(g.min, g.max) if saturate else z.clamp(-g.beyond, g.beyond)
     if not saturate and not how.zero: y = torch.where(y >= 0, y.clamp(min=g.min), y)
@@ -191,7 +206,8 @@ def rounding_key(
     low: Any = 0  # two words, because a tensor meets no number beyond int64 then
     high: Any = 0
     for word in (seed & _M32, seed >> 32 & _M32, step & _M32, tensor & _M32):
-        low, high = _mix((low ^ word) + 0x9E3779B9 & _M32), _mix(high ^ word * 3 + 0x85EBCA6B & _M32)
+        low = _mix((low ^ word) + 0x9E3779B9 & _M32)
+        high = _mix(high ^ word * 3 + 0x85EBCA6B & _M32)
     return (low | high << 32) & (1 << 62) - 1
 
 # %% ../../nbs/numbers/02_kernels.ipynb #fcb8c8c8
@@ -212,13 +228,16 @@ def words_of(
     "A key as two int32 words, the lower first."
     return _low_word(key), _low_word(key >> 32)
 
+# %% ../../nbs/numbers/02_kernels.ipynb #156dade6
 def _draw(index: Tensor, words: tuple | Tensor, random_bits: int = 24, high: int = 0) -> Tensor:
-    "Uniform numbers for elements `index` (int32) + 2^32 `high`, under the words of a key, or of keys that broadcast to `index`."
+    """Uniform numbers for elements `index` (int32) + 2^32 `high`,
+    under the words of a key, or of keys that broadcast to `index`."""
     h = _mix_int32(index + words[0])
     h = _mix_int32((h ^ words[1]).add_(high))
     k = (h >> (32 - random_bits)).bitwise_and_(2**random_bits - 1).float()
     return k.mul_(2.0**-24) if random_bits == 24 else k.add_(0.5).mul_(2.0**-random_bits)
 
+# %% ../../nbs/numbers/02_kernels.ipynb #3487cdeb
 def draw_range(
     start: int,  # the first element
     stop: int,  # after the last one
@@ -235,17 +254,21 @@ def draw_range(
     return _draw(index, words, random_bits, start >> 32)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #e8bd6771
-CHUNK = 1 << 17  # elements that are worked on at a time, so that what lies between two operations stays in the cache
+# elements that are worked on at a time, so that what lies between two operations stays in the cache
+CHUNK = 1 << 17
 
 def uniform(
     shape: torch.Size,  # of the result
     key: int | Tensor,  # from `rounding_key`: an int, or a scalar int64 tensor
     device: torch.device | str = "cpu",
 ) -> Tensor:  # float32 in [0, 1), multiples of 2^-24
-    "Uniform numbers that depend on the key and on an element's index only: the same on every device."
+    """Uniform numbers that depend on the key and on an element's index only:
+    the same on every device."""
     n = torch.Size(shape).numel()
     if torch.compiler.is_compiling(): return draw_range(0, n, words_of(key), 24, device).view(shape)
-    parts = [draw_range(a, min(a + CHUNK, n), words_of(key), 24, device) for a in range(0, n, CHUNK)]
+    parts = [
+        draw_range(a, min(a + CHUNK, n), words_of(key), 24, device) for a in range(0, n, CHUNK)
+    ]
     return (torch.cat(parts) if parts else torch.empty(0, device=device)).view(shape)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #44294b63
@@ -255,21 +278,35 @@ def batch_noise(
     batch: int,  # how many dimensions of `x` are batches
     random_bits: int,  # 1 to 24
 ) -> Tensor:  # float32, of the shape of `x`
-    "The numbers of a batched call: every member of the first `batch` dimensions counts its own elements."
+    """The numbers of a batched call:
+    every member of the first `batch` dimensions counts its own elements."""
     members = math.prod(x.shape[:batch])
-    index = torch.arange(x.numel() // members, device=x.device, dtype=torch.int32).expand(members, -1)
-    return _draw(index, words_of(key.expand(x.shape[:batch]).reshape(-1, 1)), random_bits).view(x.shape)
+    index = torch.arange(x.numel() // members, device=x.device, dtype=torch.int32).expand(
+        members, -1
+    )
+    return _draw(index, words_of(key.expand(x.shape[:batch]).reshape(-1, 1)), random_bits).view(
+        x.shape
+    )
 
-def _eager(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Grid, how: How, words: tuple | None, noise: Tensor | None) -> Tensor:
-    "`kernel` on contiguous `x`, whose elements are numbered by their place, in chunks along the first dimension on a CPU."
+# %% ../../nbs/numbers/02_kernels.ipynb #6f791207
+def _eager(
+    x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Grid, how: How, words: tuple | None,
+    noise: Tensor | None,
+) -> Tensor:
+    """`kernel` on contiguous `x`, whose elements are numbered by their place,
+    in chunks along the first dimension on a CPU."""
     row, dtype = x.numel() // len(x), torch.bool if how.overflow == "mask" else how.out
     step = max(1, CHUNK // row) if x.device.type == "cpu" else len(x)
 
     def part(a: int) -> Tensor:
         piece, b = x[a : a + step], min(a + step, len(x))
         coin = None if noise is None else noise[a:b]
-        if words is not None: coin = draw_range(a * row, b * row, words, how.random_bits, x.device).view(piece.shape)
-        return kernel(piece, scale[a:b] if scale is not None and scale.dim() else scale, inverse, g, how, coin, first_bits)
+        if words is not None:
+            coin = draw_range(a * row, b * row, words, how.random_bits, x.device).view(piece.shape)
+        return kernel(
+            piece, scale[a:b] if scale is not None and scale.dim() else scale, inverse, g, how,
+            coin, first_bits,
+        )
 
     if step >= len(x): return part(0).to(dtype)
     out = torch.empty_like(x, dtype=dtype)
@@ -277,13 +314,22 @@ def _eager(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Grid, how
     return out
 
 # %% ../../nbs/numbers/02_kernels.ipynb #e2f13af1
-STRICT: dict[str, dict[str, Any]] = {"cpu": {"cpp.enable_floating_point_contract_flag": "off", "cpp.enable_unsafe_math_opt_flag": False},
-           "cuda": {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}}  # the first also keeps products and sums apart
+STRICT: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "cpp.enable_floating_point_contract_flag": "off",
+        "cpp.enable_unsafe_math_opt_flag": False,
+    },
+    "cuda": {"emulate_precision_casts": True, "eager_numerics.division_rounding": True},
+}  # the first also keeps products and sums apart
 
+# %% ../../nbs/numbers/02_kernels.ipynb #4c556ed3
 @cache
 def _compiled(how: How, device: str) -> Callable:
     "The kernel for `how`, compiled when first called."
-    def body(x: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Tensor, words: Tensor | None) -> Tensor:
+    def body(
+        x: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Tensor,
+        words: Tensor | None,
+    ) -> Tensor:
         noise = None
         if words is not None:
             index = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
@@ -292,9 +338,13 @@ def _compiled(how: How, device: str) -> Callable:
         y = kernel(x, scale, inverse, g, how, noise, unit_in_first_place)
         return y if how.overflow == "mask" else y.to(how.out)
 
-    own = FunctionType(body.__code__.replace(co_name=f"kernel_{how.rounding}"), body.__globals__, closure=body.__closure__)
+    own = FunctionType(
+        body.__code__.replace(co_name=f"kernel_{how.rounding}"), body.__globals__,
+        closure=body.__closure__,
+    )
     return torch.compile(own, fullgraph=True, dynamic=True, options=STRICT[device])
 
+# %% ../../nbs/numbers/02_kernels.ipynb #e4b75c86
 @cache
 def numbers_of(
     g: Grid,
@@ -307,7 +357,8 @@ def numbers_of(
 # %% ../../nbs/numbers/02_kernels.ipynb #df7b91e9
 PATHS = ("auto", "eager", "compiled")
 _FROM = 1 << 16  # elements of a tensor from which on a compiled kernel is faster
-_AFTER = {"cpu": 1 << 32, "cuda": 0}  # elements of such tensors rounded eagerly, some ten seconds, before `auto` compiles
+# elements of such tensors rounded eagerly, some ten seconds, before `auto` compiles
+_AFTER = {"cpu": 1 << 32, "cuda": 0}
 state: dict[str, Any] = {"path": "auto", "broken": False, "rounded": 0}
 
 def set_path(
@@ -324,48 +375,72 @@ _ = set_path(os.environ.get("ALTGRAD_PATH", "auto"))
 def worth_compiling(
     x: Tensor,  # of any shape
 ) -> bool:
-    "Whether the setting, the device, the size and what was rounded so far speak for the compiled kernel."
+    """Whether the setting, the device,
+    the size and what was rounded so far speak for the compiled kernel."""
     device = x.device.type
-    if state["path"] == "eager" or state["broken"] or device not in STRICT or x.numel() >= 1 << 31: return False
+    if state["path"] == "eager" or state["broken"] or device not in STRICT or x.numel() >= 1 << 31:
+        return False
     return state["path"] == "compiled" or x.numel() >= _FROM and state["rounded"] >= _AFTER[device]
 
+# %% ../../nbs/numbers/02_kernels.ipynb #22068c77
 def attempt(
     compiled: Callable[[], Any],  # calls a compiled kernel
 ) -> Any:
-    "What a compiled kernel returns, or None where it cannot: the first failure is reported and ends all attempts."
+    """What a compiled kernel returns, or None where it cannot:
+    the first failure is reported and ends all attempts."""
     if state["broken"]: return None
     try:
         with torch.no_grad(): return compiled()
     except Exception as e:  # no compiler, or one that fails: torch raises many types
         state["broken"] = True
-        warnings.warn(f"altgrad computes eagerly, because compiling failed ({type(e).__name__}); set_path('eager') hides this", stacklevel=2)
+        warnings.warn(
+            f"altgrad computes eagerly, because compiling failed ({type(e).__name__}); "
+            "set_path('eager') hides this",
+            stacklevel=2,
+        )
 
-def _compute(x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Grid, how: How, words: tuple | None, noise: Tensor | None) -> Tensor:
+# %% ../../nbs/numbers/02_kernels.ipynb #a507a56e
+def _compute(
+    x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Grid, how: How, words: tuple | None,
+    noise: Tensor | None,
+) -> Tensor:
     "The compiled kernel where it is worth it and works, else the eager one."
     if noise is None and worth_compiling(x):
-        coins = None if words is None else torch.stack([torch.as_tensor(w, dtype=torch.int32, device=x.device) for w in words])
+        coins = (
+            None
+            if words is None
+            else torch.stack([
+                torch.as_tensor(w, dtype=torch.int32, device=x.device) for w in words
+            ])
+        )
         numbers = numbers_of(g, how.wide or how.out == torch.float64, x.device)
-        y = attempt(lambda: _compiled(how, x.device.type)(x.detach(), scale, inverse, numbers, coins))
+        y = attempt(
+            lambda: _compiled(how, x.device.type)(x.detach(), scale, inverse, numbers, coins)
+        )
         if y is not None: return y
     if x.numel() >= _FROM: state["rounded"] += x.numel()
     return _eager(x, scale, inverse, g, how, words, noise)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #a0484283
 def _refuse_scale(low: float, high: float) -> None:
-    "InputError unless scales, of which these are the smallest and the largest, are positive and finite."
+    """InputError unless scales, of which these are the smallest and the largest,
+    are positive and finite."""
     for s in (low, high):
         if not 0 < s < math.inf: raise InputError(f"a scale must be positive and finite, not {s:g}")
 
 def check_scale(
     scale: Tensor,  # of any shape
 ) -> None:
-    "InputError unless all scales of a CPU are positive and finite; those of another device are not waited for."
-    if scale.device.type == "cpu" and scale.numel(): _refuse_scale(*(t.item() for t in scale.aminmax()))
+    """InputError unless all scales of a CPU are positive and finite;
+    those of another device are not waited for."""
+    if scale.device.type == "cpu" and scale.numel():
+        _refuse_scale(*(t.item() for t in scale.aminmax()))
 
 def scaling_of(
     scale: Tensor | None,  # from `as_scale`, any shape
 ) -> tuple[str, float | None, Tensor | None]:
-    "How to divide by a scale, the scale where that is known without a wait, and the reciprocal where multiplying by it is exact: of a power of two."
+    """How to divide by a scale, the scale where that is known without a wait,
+    and the reciprocal where multiplying by it is exact: of a power of two."""
     if scale is None: return "none", 1.0, None
     if scale.numel() != 1 or scale.device.type != "cpu":
         check_scale(scale)
@@ -382,14 +457,18 @@ def flat_of(
     scale: Tensor | None,  # broadcasts to `x`
     noise: Tensor | None,  # of the shape of `x`
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    "`x` in one dimension where there is one scale, in two where every row has its own, else as it is with the scale expanded to it."
+    """`x` in one dimension where there is one scale, in two where every row has its own,
+    else as it is with the scale expanded to it."""
     if scale is None or scale.numel() == 1:
         one = scale if scale is None else scale.reshape(())
         return x.view(-1), one, noise if noise is None else noise.view(-1)
     leading = x.dim() - next((i for i, n in enumerate(reversed(scale.shape)) if n > 1))
-    if scale.dim() < x.dim() or scale.shape[:leading] != x.shape[:leading]: return x, scale.expand(x.shape), noise
+    if scale.dim() < x.dim() or scale.shape[:leading] != x.shape[:leading]:
+        return x, scale.expand(x.shape), noise
     rows = scale.numel()
-    return x.view(rows, -1), scale.reshape(rows, 1), noise if noise is None else noise.view(rows, -1)
+    return (
+        x.view(rows, -1), scale.reshape(rows, 1), noise if noise is None else noise.view(rows, -1)
+    )
 
 # %% ../../nbs/numbers/02_kernels.ipynb #3b2b1543
 def _plan_of(
@@ -401,7 +480,8 @@ def _plan_of(
     multiply: bool,  # by the scale at the end
     scaling: str,  # see `How`
 ) -> tuple[Grid, How, float]:
-    "The numbers and the kernel for a call, and the scale beyond which a value could exceed what `dtype` holds. What makes no difference is set to one value."
+    """The numbers and the kernel for a call, and the scale beyond which a value could exceed
+    what `dtype` holds. What makes no difference is set to one value."""
     g, facts = grid_of(fmt, dtype)
     top = torch.finfo(dtype).max / max(-fmt.min, fmt.max) if overflow == "saturate" else math.inf
     if overflow == "mask": facts["minus_zero"], multiply = True, False
@@ -424,69 +504,98 @@ class Options(NamedTuple):
     multiply: bool  # by the scale at the end
     gradient: str  # one of `GRADIENTS`
 
-def _run(x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP8Format, options: Options) -> Tensor:
-    "Rounds `x`, or for overflow `mask` tells what overflows; no gradient. The scale has the dtype that computes and broadcasts to `x`."
+# %% ../../nbs/numbers/02_kernels.ipynb #33a784ff
+def _run(
+    x: Tensor, scale: Tensor | None, key: int | Tensor | None, fmt: FP8Format, options: Options
+) -> Tensor:
+    """Rounds `x`, or for overflow `mask` tells what overflows; no gradient.
+    The scale has the dtype that computes and broadcasts to `x`."""
     rounding, overflow, random_bits, batch, multiply, _ = options
-    if not x.numel(): return torch.empty_like(x, dtype=torch.bool if overflow == "mask" else x.dtype)
-    if overflow == "raise": _refuse_overflow(_run(x, scale, key, fmt, options._replace(overflow="mask")), fmt)
+    if not x.numel():
+        return torch.empty_like(x, dtype=torch.bool if overflow == "mask" else x.dtype)
+    if overflow == "raise":
+        _refuse_overflow(_run(x, scale, key, fmt, options._replace(overflow="mask")), fmt)
     scaling, s, inverse = scaling_of(scale)
     g, how, top = plan(fmt, x.dtype, rounding, overflow, random_bits, multiply, scaling)
     reach = 1.0 if not multiply else math.inf if s is None else abs(s)
     if top < math.inf and not reach < top: how = how._replace(clip=True)
     noise = batch_noise(x, key, batch, random_bits) if batch and key is not None else None  # type: ignore[arg-type]
-    if isinstance(key, Tensor) and key.device.type == "cpu": key = int(key) if noise is None else None
+    if isinstance(key, Tensor) and key.device.type == "cpu":
+        key = int(key) if noise is None else None
     flat, scale, noise = flat_of(x if x.is_contiguous() else x.contiguous(), scale, noise)
     words = None if key is None or noise is not None else words_of(key)
     y = _compute(flat, scale, inverse, g, how, words, noise).view(x.shape)
-    if overflow == "raise" and y.isinf().any(): raise OverflowError(f"{x.dtype} cannot hold the result")
+    if overflow == "raise" and y.isinf().any():
+        raise OverflowError(f"{x.dtype} cannot hold the result")
     return y if x.is_contiguous() else torch.empty_like(x, dtype=y.dtype).copy_(y)
 
+# %% ../../nbs/numbers/02_kernels.ipynb #2085b1f8
 def _refuse_overflow(over: Tensor, fmt: FP8Format) -> None:
     "OverflowError that counts what overflows, if anything does; waits for the device."
     count = int(over.sum())
-    if count: raise OverflowError(f"{count} of {over.numel()} values round beyond {fmt.name}'s max {fmt.max:g}")
+    if count:
+        raise OverflowError(
+            f"{count} of {over.numel()} values round beyond {fmt.name}'s max {fmt.max:g}"
+        )
 
 # %% ../../nbs/numbers/02_kernels.ipynb #30260495
 @torch.library.custom_op("altgrad::fake_quantize", mutates_args=())
-def _operator(x: Tensor, scale: Optional[Tensor], key: Optional[Tensor], format: str, rounding: str, overflow: str,  # noqa: UP045
-              random_bits: int, batch: int, multiply: bool, gradient: str) -> Tensor:
+def _operator(
+    x: Tensor, scale: Optional[Tensor], key: Optional[Tensor],  # noqa: UP045
+    format: str, rounding: str, overflow: str,
+    random_bits: int, batch: int, multiply: bool, gradient: str,
+) -> Tensor:
     options = Options(rounding, overflow, random_bits, batch, multiply, gradient)
     return _run(x, scale, key, get_format(format), options)
 
+# %% ../../nbs/numbers/02_kernels.ipynb #e772a268
 @_operator.register_fake
 def _shape(x, scale, key, format, *options):
-    return torch.empty_like(x, dtype=torch.bool if Options(*options).overflow == "mask" else x.dtype)
+    return torch.empty_like(
+        x, dtype=torch.bool if Options(*options).overflow == "mask" else x.dtype
+    )
 
 def _save(ctx, inputs, output):
     "Keeps what the gradient needs: nothing but flags for the usual one."
     x, scale, key, ctx.format, *options = inputs
     ctx.options = Options(*options)
     clipped, divided = ctx.options.gradient == "clipped", not ctx.options.multiply
-    ctx.save_for_backward(x if clipped else None, scale if clipped or divided else None, key if clipped else None)
+    ctx.save_for_backward(
+        x if clipped else None, scale if clipped or divided else None, key if clipped else None
+    )
 
+# %% ../../nbs/numbers/02_kernels.ipynb #3af05dab
 def _gradient(ctx, grad):
-    "The stated estimator: the incoming gradient, zero where the value overflowed if clipped, over the scale if the result is in units of it."
+    """The stated estimator: the incoming gradient, zero where the value overflowed if clipped,
+    over the scale if the result is in units of it."""
     x, scale, key = ctx.saved_tensors
     if ctx.options.gradient == "clipped":
-        over = _operator(x.detach(), scale, key, ctx.format, *ctx.options._replace(overflow="mask", gradient="straight_through"))
+        over = _operator(
+            x.detach(), scale, key, ctx.format,
+            *ctx.options._replace(overflow="mask", gradient="straight_through"),
+        )
         grad = torch.where(over, 0.0, grad)
-    if not ctx.options.multiply and scale is not None: grad = (grad.to(scale.dtype) / scale).to(grad.dtype)
+    if not ctx.options.multiply and scale is not None:
+        grad = (grad.to(scale.dtype) / scale).to(grad.dtype)
     return (grad, *[None] * 9)
 
 _operator.register_autograd(_gradient, setup_context=_save)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #8a35481a
 def _in_front(t: Tensor, dim: int | None, inner: int, outer: int) -> Tensor:
-    "`t` with its batch dimension in front, then as many dimensions of size 1 as bring its `inner` other ones to `outer`."
+    """`t` with its batch dimension in front, then as many dimensions of
+    size 1 as bring its `inner` other ones to `outer`."""
     t = t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
     return t.reshape(t.shape[0], *[1] * (outer - inner), *t.shape[1:])
 
 def _batched(call: Callable, info, in_dims, x, scale, key, fmt, *options):
-    "The batching rule of `call`, which is the operator or the autograd function that does the same."
+    """The batching rule of `call`, which is the operator or the
+    autograd function that does the same."""
     (x_dim, scale_dim, key_dim), asked = in_dims[:3], Options(*options)
     x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
     if scale_dim is not None: scale = _in_front(scale, scale_dim, scale.dim() - 1, x.dim() - 1)
-    if key is not None: key = _in_front(key, key_dim, key.dim() - (key_dim is not None), asked.batch)
+    if key is not None:
+        key = _in_front(key, key_dim, key.dim() - (key_dim is not None), asked.batch)
     return call(x, scale, key, fmt, *asked._replace(batch=asked.batch + 1)), 0
 
 _operator.register_vmap(partial(_batched, _operator))
@@ -498,7 +607,9 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(x, scale, fmt, rounding):
-        g, how, top = _plan_of(fmt, x.dtype, rounding, "saturate", 24, True, "none" if scale is None else "divide")
+        g, how, top = _plan_of(
+            fmt, x.dtype, rounding, "saturate", 24, True, "none" if scale is None else "divide"
+        )
         if top < math.inf: how = how._replace(clip=True)
         return kernel(x, scale, None, g, how, None, unit_in_first_place).to(x.dtype)
 
@@ -510,7 +621,9 @@ class _Fused(torch.autograd.Function):
 
 def _is_fusible(x: Tensor, key: Any, asked: Options) -> bool:
     "Whether a call is of the usual kind, and torch compiles exact arithmetic for its device."
-    usual = (asked.overflow, asked.multiply, asked.gradient) == ("saturate", True, "straight_through")
+    usual = (asked.overflow, asked.multiply, asked.gradient) == (
+        "saturate", True, "straight_through"
+    )
     usual = usual and key is None and not asked.batch
     # what is narrower a compiler may leave unrounded on its way here
     exact = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
@@ -521,7 +634,8 @@ def _is_fusible(x: Tensor, key: Any, asked: Options) -> bool:
 class _Estimator(torch.autograd.Function):
     "The same forward pass and gradient, without the operator."
     @staticmethod
-    def forward(x, scale, key, fmt, *options): return _run(x, scale, key, get_format(fmt), Options(*options))
+    def forward(x, scale, key, fmt, *options):
+        return _run(x, scale, key, get_format(fmt), Options(*options))
 
     @staticmethod
     def vmap(info, in_dims, *args): return _batched(_Estimator.apply, info, in_dims, *args)
@@ -533,15 +647,24 @@ def is_plain(
     *tensors: Tensor | int | None,  # arguments of a call, of any shape
 ) -> bool:
     "Whether no compiler, mode or subclass is watching."
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack(): return False
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+    ):
+        return False
     return all(t is None or type(t) in (Tensor, torch.nn.Parameter, int) for t in tensors)
 
 def is_readable(
     t: Tensor,  # of any shape
 ) -> bool:
-    "Whether a tensor's values may be looked at without waiting: they are a CPU's, and no compiler and no transform is watching."
-    return t.device.type == "cpu" and is_plain(t) and not torch._C._are_functorch_transforms_active()
+    """Whether a tensor's values may be looked at without waiting:
+    they are a CPU's, and no compiler and no transform is watching."""
+    return (
+        t.device.type == "cpu" and is_plain(t) and not torch._C._are_functorch_transforms_active()
+    )
 
+# %% ../../nbs/numbers/02_kernels.ipynb #bcb248a0
 def estimate(
     x: Tensor,  # of any shape
     scale: Tensor | None,  # from `as_scale`, broadcasts to `x`
@@ -550,10 +673,12 @@ def estimate(
     asked: Options,
 ) -> Tensor:  # of the shape of `x`
     "Rounds by the shortest way that is open; arguments are checked already."
-    if torch.compiler.is_dynamo_compiling() and _is_fusible(x, key, asked): return _Fused.apply(x, scale, fmt, asked.rounding)
+    if torch.compiler.is_dynamo_compiling() and _is_fusible(x, key, asked):
+        return _Fused.apply(x, scale, fmt, asked.rounding)
     plain = is_plain(x, scale, key)
     transformed = plain and torch._C._are_functorch_transforms_active()
-    if plain and not transformed and not (x.requires_grad and torch.is_grad_enabled()): return _run(x, scale, key, fmt, asked)
+    if plain and not transformed and not (x.requires_grad and torch.is_grad_enabled()):
+        return _run(x, scale, key, fmt, asked)
     if isinstance(key, int): key = torch.tensor(key, dtype=torch.int64, device=x.device)
     return (_Estimator.apply if plain else _operator)(x, scale, key, spec_of(fmt), *asked)
 
@@ -562,20 +687,29 @@ def as_scale(
     scale: Tensor | float,  # broadcastable to `x`
     x: Tensor,  # of any shape
 ) -> Tensor | None:  # of the shape of `scale`
-    "The scale in the dtype that computes, None for 1; InputError if it does not broadcast to `x`, or if a number leaves that dtype's range."
+    """The scale in the dtype that computes, None for 1;
+    InputError if it does not broadcast to `x`, or if a number leaves that dtype's range."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if not isinstance(scale, Tensor):
         if isinstance(scale, bool) or not isinstance(scale, Real):
-            raise InputError(f"a scale is a positive number or a dense tensor of them, not {scale!r}")
+            raise InputError(
+                f"a scale is a positive number or a dense tensor of them, not {scale!r}"
+            )
         # between these limits float32 is positive and finite
         lowest, top = (0.0, math.inf) if wide == torch.float64 else (2.0**-150, 2.0**128 - 2.0**103)
-        if not lowest < scale < top: raise InputError(f"scale must be positive and finite in {wide}, not {scale}")
+        if not lowest < scale < top:
+            raise InputError(f"scale must be positive and finite in {wide}, not {scale}")
         return None if scale == 1 else torch.tensor(scale, dtype=wide, device=x.device)
     try: fits = not scale.dim() or torch.broadcast_shapes(scale.shape, x.shape) == x.shape
     except RuntimeError: fits = False
-    if not fits: raise InputError(f"a scale of shape {tuple(scale.shape)} does not broadcast to {tuple(x.shape)}")
+    if not fits:
+        raise InputError(
+            f"a scale of shape {tuple(scale.shape)} does not broadcast to {tuple(x.shape)}"
+        )
     if not is_dense(scale) or scale.is_complex() or scale.dtype == torch.bool:
-        raise InputError(f"a scale is a positive number or a dense tensor of them, not {kind_of(scale)}")
+        raise InputError(
+            f"a scale is a positive number or a dense tensor of them, not {kind_of(scale)}"
+        )
     return scale.detach().to(x.device, wide)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #2d2fe215
@@ -593,10 +727,17 @@ def check_call(
     if asked.overflow not in OVERFLOW: raise unknown("overflow", asked.overflow, OVERFLOW)
     if asked.gradient not in GRADIENTS: raise unknown("gradient", asked.gradient, GRADIENTS)
     if asked.overflow == "special" and fmt.specials == "none":
-        raise InputError(f"{fmt.name} has neither infinity nor NaN; allowed overflow: saturate, raise")
+        raise InputError(
+            f"{fmt.name} has neither infinity nor NaN; allowed overflow: saturate, raise"
+        )
     check_float(x, "rounding")
-    if (rounding == "stochastic") != (key is not None): raise InputError("stochastic rounding, and only that, takes a key")
+    if (rounding == "stochastic") != (key is not None):
+        raise InputError("stochastic rounding, and only that, takes a key")
     usable = key is None or is_whole(key, -2**63, 2**63 - 1)
     if isinstance(key, Tensor): usable = key.dtype == torch.int64 and not key.dim()
-    if not usable: raise InputError(f"a key is an int of 64 bits or an int64 tensor of no dimensions, not {key!r}")
-    if not is_whole(random_bits, 1, 24): raise InputError(f"random_bits must be a whole number from 1 to 24, not {random_bits!r}")
+    if not usable:
+        raise InputError(
+            f"a key is an int of 64 bits or an int64 tensor of no dimensions, not {key!r}"
+        )
+    if not is_whole(random_bits, 1, 24):
+        raise InputError(f"random_bits must be a whole number from 1 to 24, not {random_bits!r}")

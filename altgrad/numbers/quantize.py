@@ -19,7 +19,9 @@ from .kernels import (CHUNK, GRADIENTS, OVERFLOW, PATHS, ROUNDING, Options, as_s
                                      set_path, uniform)
 
 # %% ../../nbs/numbers/01_quantize.ipynb #33738fee
-_all_ = ["CHUNK", "GRADIENTS", "OVERFLOW", "PATHS", "ROUNDING", "rounding_key", "set_path", "uniform"]
+_all_ = [
+    "CHUNK", "GRADIENTS", "OVERFLOW", "PATHS", "ROUNDING", "rounding_key", "set_path", "uniform"
+]
 
 # %% ../../nbs/numbers/01_quantize.ipynb #9f2f1b4d
 def fake_quantize(
@@ -33,7 +35,8 @@ def fake_quantize(
     random_bits: int = 24,  # that stochastic rounding spends on an element, 1 to 24
     gradient: str = "straight_through",  # one of `GRADIENTS`: clipped is zero where the value overflowed
 ) -> Tensor:  # shape, dtype and device of `x`
-    "`q(x / scale) * scale` with a straight-through gradient; InputError for unknown names, OverflowError if asked for."
+    """`q(x / scale) * scale` with a straight-through gradient;
+    InputError for unknown names, OverflowError if asked for."""
     fmt = get_format(fmt)
     asked = Options(rounding, overflow, random_bits, batch=0, multiply=True, gradient=gradient)
     check_call(x, fmt, key, asked)
@@ -51,7 +54,8 @@ def quantize(
     random_bits: int = 24,
     gradient: str = "straight_through",
 ) -> Tensor:  # values of the format, in the dtype of `x` (which must hold them: bfloat16 holds every 8-bit format)
-    "`q(x / scale)`: `fake_quantize` before the scale is multiplied back; the gradient is that of x / scale. Errors as there."
+    """`q(x / scale)`: `fake_quantize` before the scale is multiplied back;
+    the gradient is that of x / scale. Errors as there."""
     fmt = get_format(fmt)
     asked = Options(rounding, overflow, random_bits, batch=0, multiply=False, gradient=gradient)
     check_call(x, fmt, key, asked)
@@ -72,7 +76,8 @@ def plot_staircase(
     name: str = "E4M3",  # the format
     limit: float = 1.0,  # the axis runs from -limit to limit
 ) -> Any:  # the matplotlib figure
-    "The staircase of `fake_quantize` over the identity, and its straight-through derivative beneath."
+    """The staircase of `fake_quantize` over the identity,
+    and its straight-through derivative beneath."""
     import matplotlib.pyplot as plt
 
     x = torch.linspace(-limit, limit, 4001, requires_grad=True)
@@ -80,7 +85,10 @@ def plot_staircase(
     y.sum().backward()
     fig, (top, low) = plt.subplots(2, 1, figsize=(6, 5), sharex=True, height_ratios=(3, 1))
     top.plot(x.detach(), x.detach(), color="0.7", label="identity: what the gradient sees")
-    top.plot(x.detach(), y.detach(), color=COLORS.get(name, "0.3"), label=f"{name}: what the forward pass sees")
+    top.plot(
+        x.detach(), y.detach(), color=COLORS.get(name, "0.3"),
+        label=f"{name}: what the forward pass sees",
+    )
     top.legend(frameon=False)
     top.set_ylabel("value")
     low.plot(x.detach(), x.grad, color="0.3")

@@ -25,14 +25,17 @@ WIDE = 2.0**16  # a format with a larger max gets amax in [1, 2) instead of at i
 KINDS = ("power_of_two", "exact")
 
 def _exponent(m: Tensor | float, e: Tensor | int, fmt: FP8Format) -> Any:
-    "Of the smallest power of two s with m 2^e / s <= max; for a wide format of that with m 2^e / s in [1, 2)."
+    """Of the smallest power of two s with m 2^e / s <= max;
+    for a wide format of that with m 2^e / s in [1, 2)."""
     if fmt.max > WIDE: return e - 1
     top_m, top_e = math.frexp(fmt.max)
     return e - top_e + (m > top_m)
 
 def _power_of_two_scale(amax: Tensor, fmt: FP8Format) -> Tensor:
     "The scale of each amax."
-    return power_of_two(_exponent(*torch.frexp(amax.detach().double()), fmt).clamp(-126, 127)).float()
+    return power_of_two(
+        _exponent(*torch.frexp(amax.detach().double()), fmt).clamp(-126, 127)
+    ).float()
 
 def _scale_of_number(amax: float, fmt: FP8Format) -> Tensor:
     "The same of one amax by Python's own arithmetic, which takes less time than a dozen operators."
@@ -44,7 +47,9 @@ def _exact_scale(amax: Tensor, fmt: FP8Format) -> Tensor:
     amax, top = amax.detach().double(), 1.0 if fmt.max > WIDE else fmt.max
     scale = (amax / top).clamp(2.0**-126, torch.finfo(torch.float32).max).float()
     higher = torch.nextafter(scale, torch.full_like(scale, torch.inf))
-    return torch.where(scale.double() * top < amax, higher, scale).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(scale.double() * top < amax, higher, scale).clamp(
+        max=torch.finfo(torch.float32).max
+    )
 
 # %% ../../nbs/numbers/04_scaling.ipynb #1a65cf0d
 def compute_scale(
@@ -52,10 +57,12 @@ def compute_scale(
     fmt: FP8Format | str,  # the format that the tensor is to be rounded to
     kind: str = "power_of_two",  # one of `KINDS`
 ) -> Tensor:  # float32, shape of `amax`; 1 where amax is not a positive finite number
-    "The smallest power of two, or number, that brings `amax / scale` to at most `fmt.max`; for a max beyond 2^16 into [1, 2), or to 1."
+    """The smallest power of two, or number, that brings `amax / scale` to at most `fmt.max`;
+    for a max beyond 2^16 into [1, 2), or to 1."""
     if kind not in KINDS: raise unknown("kind of scale", kind, KINDS)
     check_float(amax, "compute_scale")
-    if kind == "power_of_two" and not amax.dim() and is_readable(amax): return _scale_of_number(amax.item(), get_format(fmt))
+    if kind == "power_of_two" and not amax.dim() and is_readable(amax):
+        return _scale_of_number(amax.item(), get_format(fmt))
     usable = amax.isfinite() & (amax > 0)
     amax = torch.where(usable, amax, 1.0)
     scale = (_power_of_two_scale if kind == "power_of_two" else _exact_scale)(amax, get_format(fmt))
@@ -73,14 +80,19 @@ def amax_of(
     granularity: str | int = "tensor",  # tensor, channel, or a block's length
     dim: int | tuple[int, ...] = -1,  # along which a channel, or a block (of one dimension), lies
 ) -> Tensor:  # largest magnitudes: 0-dim; `x` with `dim` of length 1; or with one number a block along `dim`
-    "The largest magnitude of each group that shares a scale; NaN where a group holds one. InputError for other granularities."
+    """The largest magnitude of each group that shares a scale; NaN where a group holds one.
+    InputError for other granularities."""
     check_float(x, "amax_of")
     if not x.numel(): raise InputError("amax_of takes a tensor with elements")
-    if granularity == "tensor" and x.device.type != "mps": return torch.maximum(*[t.abs() for t in x.detach().aminmax()])  # one pass, and no copy of |x|
+    # one pass, and no copy of |x|
+    if granularity == "tensor" and x.device.type != "mps":
+        return torch.maximum(*[t.abs() for t in x.detach().aminmax()])
     if granularity == "tensor": return x.detach().abs().amax()
     if granularity == "channel": return x.detach().abs().amax(dim, keepdim=True)
-    if not is_whole(granularity, 1): raise unknown("granularity", granularity, ("tensor", "channel", "a block's length from 1"))
-    if not isinstance(dim, int): raise InputError(f"blocks lie along one dimension, not along {dim}")
+    if not is_whole(granularity, 1):
+        raise unknown("granularity", granularity, ("tensor", "channel", "a block's length from 1"))
+    if not isinstance(dim, int):
+        raise InputError(f"blocks lie along one dimension, not along {dim}")
     return _in_blocks(x.detach().abs(), granularity, dim).amax(-1).movedim(-1, dim)
 
 # %% ../../nbs/numbers/04_scaling.ipynb #3d55bf34
@@ -102,7 +114,11 @@ def scale_of(
 ) -> Tensor:  # float32, broadcasts to `x`: a divisor for `fake_quantize`
     "Scales for `x` at a granularity, from its own amax: see `amax_of` and `compute_scale`."
     scale = compute_scale(amax_of(x, granularity, dim), fmt, kind)
-    return scale if isinstance(granularity, str) or not isinstance(dim, int) else spread(scale, granularity, x.shape[dim], dim)
+    return (
+        scale
+        if isinstance(granularity, str) or not isinstance(dim, int)
+        else spread(scale, granularity, x.shape[dim], dim)
+    )
 
 # %% ../../nbs/numbers/04_scaling.ipynb #b9faf1af
 def _finite(x: Tensor) -> Tensor:
@@ -115,7 +131,8 @@ def mx_scale(
     dim: int = -1,  # along which the blocks lie
     block: int = 32,  # elements that share a scale; the standard has 32
 ) -> Tensor:  # float32 powers of two from 2^-127 to 2^127 (E8M0), one an element: a divisor for `fake_quantize`
-    "OCP MX 1.0: 2^(floor(log2 amax) - emax) of each block's finite elements; 1 for a block of zeros."
+    """OCP MX 1.0: 2^(floor(log2 amax) - emax) of each block's finite elements;
+    1 for a block of zeros."""
     amax = amax_of(_finite(x), block, dim)
     emax = math.frexp(get_format(fmt).max)[1] - 1
     exponent = torch.frexp(amax.double())[1] - 1 - emax
@@ -129,7 +146,8 @@ def nvfp4_scale(
     dim: int = -1,  # along which the blocks lie
     block: int = 16,  # elements that share a scale
 ) -> Tensor:  # float32, one an element: a divisor for `fake_quantize`
-    "NVFP4: E4M3(amax of the block / max / s) times the tensor's s = amax / (448 max); a block's scale is at least E4M3's smallest, 2^-9, never 0."
+    """NVFP4: E4M3(amax of the block / max / s) times the tensor's s = amax / (448 max);
+    a block's scale is at least E4M3's smallest, 2^-9, never 0."""
     top, e4m3 = get_format(fmt).max, get_format("E4M3")
     amax = amax_of(_finite(x), block, dim).float()
     whole = amax.amax()
@@ -149,7 +167,8 @@ class AmaxMemory:
 
     @property
     def amax(self) -> Tensor:
-        "The amax that stands for the past, of the shape of one update; 0 where nothing but zeros was seen."
+        """The amax that stands for the past, of the shape of one update;
+        0 where nothing but zeros was seen."""
         return torch.zeros(()) if self.state is None else self.state
 
     def update(
@@ -159,7 +178,11 @@ class AmaxMemory:
         "Enters an amax; InputError if its shape is not that of the first."
         new = amax.detach().float()
         if self.state is None: self.state = self._start(new)
-        if new.shape != self.amax.shape: raise InputError(f"an amax of shape {tuple(new.shape)} does not fit the memory of {tuple(self.amax.shape)}")
+        if new.shape != self.amax.shape:
+            raise InputError(
+                f"an amax of shape {tuple(new.shape)} does not fit the memory of "
+                f"{tuple(self.amax.shape)}"
+            )
         old = self.state.to(new.device)
         self.state = torch.where(new.isfinite(), self._enter(old, new), old)
 
@@ -177,7 +200,8 @@ class AmaxHistory(AmaxMemory):
         length: int = 16,  # how many are kept, at least 1
         reduce: str = "max",  # one of `REDUCTIONS`
     ):
-        if not is_whole(length, 1): raise InputError(f"length must be a whole number from 1, not {length!r}")
+        if not is_whole(length, 1):
+            raise InputError(f"length must be a whole number from 1, not {length!r}")
         if reduce not in REDUCTIONS: raise unknown("reduction", reduce, REDUCTIONS)
         self.length, self.reduce = length, reduce
 
@@ -214,7 +238,8 @@ class AmaxAverage(AmaxMemory):
             raise InputError(f"momentum must be at least 0 and below 1, not {momentum!r}")
         self.momentum = momentum
 
-    def _enter(self, old, new): return torch.where(old > 0, self.momentum * old + (1 - self.momentum) * new, new)
+    def _enter(self, old, new):
+        return torch.where(old > 0, self.momentum * old + (1 - self.momentum) * new, new)
 
 # %% ../../nbs/numbers/04_scaling.ipynb #cedfc03b
 class _Resumable:
@@ -231,7 +256,8 @@ class _Resumable:
         state: dict,  # from `state_dict` of the same recipe
     ) -> None:
         "Goes on exactly where `state_dict` was called; InputError if that was another recipe."
-        if state.get("recipe") != repr(self): raise InputError(f"the state is that of {state.get('recipe')}, not of {self!r}")
+        if state.get("recipe") != repr(self):
+            raise InputError(f"the state is that of {state.get('recipe')}, not of {self!r}")
         self.memory.state, self.scale = state["memory"], state["scale"]
 
 # %% ../../nbs/numbers/04_scaling.ipynb #b7febdd8
@@ -245,10 +271,18 @@ class Scaling(_Resumable):
         margin: float = 0,  # octaves left free above amax; a whole number keeps a power of two one
         kind: str = "power_of_two",  # one of `KINDS`
     ):
-        self.fmt, self.memory, self.margin, self.kind = get_format(fmt), AmaxHistory() if memory is None else memory, margin, kind
-        if not isinstance(self.memory, AmaxMemory): raise InputError(f"memory must be an AmaxMemory, e.g. AmaxHistory(16), not {memory!r}")
+        self.fmt = get_format(fmt)
+        self.memory = AmaxHistory() if memory is None else memory
+        self.margin = margin
+        self.kind = kind
+        if not isinstance(self.memory, AmaxMemory):
+            raise InputError(f"memory must be an AmaxMemory, e.g. AmaxHistory(16), not {memory!r}")
         if kind not in KINDS: raise unknown("kind of scale", kind, KINDS)
-        if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not abs(margin) <= 253:
+        if (
+            isinstance(margin, bool)
+            or not isinstance(margin, (int, float))
+            or not abs(margin) <= 253
+        ):
             raise InputError(f"margin must be a number of octaves from -253 to 253, not {margin!r}")
         self.scale = torch.ones(())  # float32, shape of the amaxes, on their device: a divisor
 
@@ -256,28 +290,39 @@ class Scaling(_Resumable):
         self,
         amax: Tensor,  # of the tensor at hand; float, any shape, the same at every update
     ) -> None:
-        "Remembers an amax and moves the scale; waits for no device. One that is infinite or NaN changes nothing."
+        """Remembers an amax and moves the scale; waits for no device.
+        One that is infinite or NaN changes nothing."""
         self.memory.update(amax)
         past = self.memory.amax
-        new = (compute_scale(past, self.fmt, self.kind) * 2.0**self.margin).clamp(2.0**-126, 2.0**127)
+        new = (compute_scale(past, self.fmt, self.kind) * 2.0**self.margin).clamp(
+            2.0**-126, 2.0**127
+        )
         self.scale = torch.where(past > 0, new, self.scale.to(past.device))
 
     def step(
         self,
         amax: Tensor,  # of the tensor at hand
     ) -> Tensor:  # the scale to round that tensor with
-        "The recipe in one call: the scale for this tensor, from the past or, where the memory does not lag, from its own amax; then `update`."
+        """The recipe in one call: the scale for this tensor, from the past or,
+        where the memory does not lag, from its own amax; then `update`."""
         before = self.scale
         self.update(amax)
         return before if self.memory.lags else self.scale
 
-    def __repr__(self): return f"Scaling({self.fmt.name}, {self.memory}, margin={self.margin}, kind={self.kind!r})"
+    def __repr__(self):
+        return f"Scaling({self.fmt.name}, {self.memory}, margin={self.margin}, kind={self.kind!r})"
 
 # %% ../../nbs/numbers/04_scaling.ipynb #29a391b9
 def _spike_memories() -> dict[str, AmaxMemory]:
-    return {"current": AmaxNow(), "delayed, max of 16": AmaxHistory(16), "delayed, most recent": AmaxHistory(16, "most_recent"),
-            "smoothed, 0.9": AmaxAverage(0.9), "static": AmaxFirst()}
+    return {
+        "current": AmaxNow(),
+        "delayed, max of 16": AmaxHistory(16),
+        "delayed, most recent": AmaxHistory(16, "most_recent"),
+        "smoothed, 0.9": AmaxAverage(0.9),
+        "static": AmaxFirst(),
+    }
 
+# %% ../../nbs/numbers/04_scaling.ipynb #77b1fc73
 def spike_response(
     fmt: FP8Format | str = "E4M3",
     size: float = 30.0,  # of the spike, times the ordinary standard deviation
@@ -294,7 +339,10 @@ def spike_response(
         for x in tensors:
             scale = scaling.step(x.abs().amax())
             error = (fake_quantize(x, fmt, scale) - x).square().sum()
-            yield torch.stack([scale, (x.abs() > fmt.max * scale).float().mean(), 10 * (x.square().sum() / error).log10()])
+            yield torch.stack([
+                scale, (x.abs() > fmt.max * scale).float().mean(),
+                10 * (x.square().sum() / error).log10(),
+            ])
     return {name: torch.stack(list(response(memory))) for name, memory in _spike_memories().items()}
 
 # %% ../../nbs/numbers/04_scaling.ipynb #3b6755d1
@@ -305,15 +353,25 @@ def plot_spike(
     "The response of each recipe to a spike: scale, overflow rate and SQNR, around the step."
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(3, len(formats), figsize=(4.5 * len(formats), 6), sharex=True, sharey="row", squeeze=False, layout="constrained")
+    fig, axes = plt.subplots(
+        3, len(formats), figsize=(4.5 * len(formats), 6), sharex=True, sharey="row", squeeze=False,
+        layout="constrained",
+    )
     for column, fmt in zip(axes.T, formats):
         colors = (c for name, c in COLORS.items() if name not in ("E1M6", "E3M4"))
-        for (name, values), color, style in zip(spike_response(fmt, at=at).items(), colors, ("-", "-", "--", "-", ":")):
+        for (name, values), color, style in zip(
+            spike_response(fmt, at=at).items(), colors, ("-", "-", "--", "-", ":")
+        ):
             values[:, 0] *= get_format(fmt).max  # the amax that the scale was made for
-            for ax, y in zip(column, values.T): ax.plot(y, style, color=color, drawstyle="steps-mid", label=name)
+            for ax, y in zip(column, values.T):
+                ax.plot(y, style, color=color, drawstyle="steps-mid", label=name)
         column[0].set(title=get_format(fmt).name, yscale="log")
         column[2].set(xlabel="step", xlim=(at - 10, at + 40))
-    for ax, label in zip(axes[:, 0], ("scale x max", "overflow rate", "SQNR (dB)")): ax.set_ylabel(label)
+    for ax, label in zip(axes[:, 0], ("scale x max", "overflow rate", "SQNR (dB)")):
+        ax.set_ylabel(label)
     for ax in axes.flat: ax.spines[["top", "right"]].set_visible(False)
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    fig.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False,
+        fontsize=8,
+    )
     return fig

@@ -62,7 +62,8 @@ def _restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 # %% ../../nbs/training/01_checkpoint.ipynb #1b475ed4
 def _formats(model: nn.Module) -> dict[str, dict[str, Any]]:
-    "The facts of every quantized layer's format, by qualified name: codes mean nothing without them."
+    """The facts of every quantized layer's format, by qualified name:
+    codes mean nothing without them."""
     return {name: asdict(m.weight_format) for name, m in model.named_modules()
             if getattr(m, "weight_format", None) is not None}
 
@@ -74,7 +75,10 @@ def _check_formats(model: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
             raise ValueError(f"{name} is quantized {'here' if name in here else 'there'} only")
         there, ours = FP8Format(**saved[name]), FP8Format(**here[name])
         if there != ours:
-            raise ValueError(f"{name} was saved as {there.name} ({there.spec}), and is {ours.name} ({ours.spec}) here")
+            raise ValueError(
+                f"{name} was saved as {there.name} ({there.spec}), and is {ours.name} "
+                f"({ours.spec}) here"
+            )
 
 # %% ../../nbs/training/01_checkpoint.ipynb #57f8ff24
 def pack_state(
@@ -83,7 +87,8 @@ def pack_state(
     step: int,  # updates made so far
     **extra: Any,  # further plain values and tensors to keep
 ) -> bytes:
-    "What the next step depends on, in torch's file format: weights, points, optimizers, generators, and `extra`."
+    """What the next step depends on, in torch's file format:
+    weights, points, optimizers, generators, and `extra`."""
     device = next(model.parameters()).device
     state = {"model": plain_state(model), "formats": _formats(model),
              "optimizers": [o.state_dict() for o in optimizers], "step": step,
@@ -114,35 +119,54 @@ def _restore_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
 # %% ../../nbs/training/01_checkpoint.ipynb #c1a0e002
 def _kind(value: Any) -> str:
     "The type of a value; of a tensor its dtype and shape."
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return (
+        f"{value.dtype} {list(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+    )
 
 def _check_weights(model: nn.Module, saved: dict[str, Any]) -> None:
     "ValueError unless the saved weights have the names, dtypes and shapes of the model's."
     here = plain_state(model)
-    for name in sorted(here.keys() ^ saved.keys()): raise ValueError(f"{name} is only in the {'model' if name in here else 'checkpoint'}")
+    for name in sorted(here.keys() ^ saved.keys()):
+        raise ValueError(f"{name} is only in the {'model' if name in here else 'checkpoint'}")
     for name, value in here.items():
-        if _kind(saved[name]) != _kind(value): raise ValueError(f"{name} was saved as {_kind(saved[name])}, and is {_kind(value)} here")
+        if _kind(saved[name]) != _kind(value):
+            raise ValueError(
+                f"{name} was saved as {_kind(saved[name])}, and is {_kind(value)} here"
+            )
 
+# %% ../../nbs/training/01_checkpoint.ipynb #6e22fb5e
 def _check_points(model: nn.Module, saved: dict[str, Any]) -> None:
     "ValueError unless the saved points are the model's, and each remembers what a point does."
     here = points_state(model)
-    if {k: s["precision"] for k, s in saved.items()} != {k: s["precision"] for k, s in here.items()}: raise ValueError("the state is that of other points")
+    if {k: s["precision"] for k, s in saved.items()} != {
+        k: s["precision"] for k, s in here.items()
+    }:
+        raise ValueError("the state is that of other points")
     for key, own in here.items():
         for part in own.keys() - {"memory", "scale"}:
-            if _kind(saved[key][part]) != _kind(own[part]): raise ValueError(f"{part} of {key} was saved as {_kind(saved[key][part])}")
+            if _kind(saved[key][part]) != _kind(own[part]):
+                raise ValueError(f"{part} of {key} was saved as {_kind(saved[key][part])}")
         for part in own.keys() & {"memory", "scale"}:
-            if not isinstance(saved[key][part], (torch.Tensor, type(own[part]))): raise ValueError(f"{part} of {key} was saved as {_kind(saved[key][part])}")
+            if not isinstance(saved[key][part], (torch.Tensor, type(own[part]))):
+                raise ValueError(f"{part} of {key} was saved as {_kind(saved[key][part])}")
 
 # %% ../../nbs/training/01_checkpoint.ipynb #c1a0e003
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    "An exception unless the optimizer takes the saved state, and each tensor in it is a number or goes with its parameter."
+    """An exception unless the optimizer takes the saved state,
+    and each tensor in it is a number or goes with its parameter."""
     trial = copy(optimizer)
     trial.load_state_dict(saved)
     for p, state in trial.state.items():
         for key, value in state.items() if isinstance(p, torch.Tensor) else ():
             if not isinstance(value, torch.Tensor) or not value.dim(): continue
-            if value.dim() != p.dim() or any(a not in (1, b) for a, b in zip(value.shape, p.shape)):  # 1: a moment of a whole row or column
-                raise ValueError(f"{key} of a parameter of shape {list(p.shape)} was saved with shape {list(value.shape)}")
+            # 1: a moment of a whole row or column
+            if value.dim() != p.dim() or any(a not in (1, b) for a, b in zip(value.shape, p.shape)):
+                raise ValueError(
+                    f"{key} of a parameter of shape {list(p.shape)} was saved with shape "
+                    f"{list(value.shape)}"
+                )
 
 def _check_random_state(state: dict[str, Any], device: torch.device) -> None:
     "An exception unless the generators take the saved states; they are left as they were."
@@ -150,14 +174,20 @@ def _check_random_state(state: dict[str, Any], device: torch.device) -> None:
     try: _restore_random_state(state, device)
     finally: _restore_random_state(before, device)
 
-def _check_fits(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+# %% ../../nbs/training/01_checkpoint.ipynb #fddd6f98
+def _check_fits(
+    state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer],
+    device: torch.device,
+) -> None:
     "An exception unless all of a state can be loaded; nothing is changed."
     if "points" not in state: raise ValueError("another version of altgrad wrote it")
-    if type(state["step"]) is not int or not isinstance(state["extra"], dict): raise ValueError("its step or its extra values are damaged")
+    if type(state["step"]) is not int or not isinstance(state["extra"], dict):
+        raise ValueError("its step or its extra values are damaged")
     _check_formats(model, state["formats"])
     _check_weights(model, state["model"])
     _check_points(model, state["points"])
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True): _check_optimizer(optimizer, saved)
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        _check_optimizer(optimizer, saved)
     _check_random_state(state["random"], device)
 
 # %% ../../nbs/training/01_checkpoint.ipynb #3668ab9c
@@ -165,18 +195,21 @@ def load_tensors(
     data: bytes,  # of torch's file format
     device: torch.device | str = "cpu",
 ) -> Any:
-    "Tensors and plain values from a file's content; an exception for anything else. Nothing in it is executed."
+    """Tensors and plain values from a file's content; an exception for anything else.
+    Nothing in it is executed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about the pickle that it then refuses
         return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
 
+# %% ../../nbs/training/01_checkpoint.ipynb #4e17c50d
 def unpack_state(
     data: bytes,  # from `pack_state`
     name: str,  # for messages
     model: nn.Module,  # of the same shape; filled in place
     optimizers: Sequence[torch.optim.Optimizer],  # over the same parameters; filled in place
 ) -> tuple[int, dict]:  # the step, and what was saved as `extra`
-    "Puts model, optimizer, scales and random generators back; InputError, and nothing changed, if the data are damaged or do not fit."
+    """Puts model, optimizer, scales and random generators back; InputError,
+    and nothing changed, if the data are damaged or do not fit."""
     device = next(model.parameters()).device
     try:
         state = load_tensors(data, device)
@@ -188,7 +221,9 @@ def unpack_state(
             _restore_numbers(optimizer, saved)
         _restore_random_state(state["random"], device)
     except pickle.UnpicklingError:
-        raise InputError(f"checkpoint {name} cannot be used: it is damaged, or holds more than tensors") from None
+        raise InputError(
+            f"checkpoint {name} cannot be used: it is damaged, or holds more than tensors"
+        ) from None
     except KeyError as e:
         raise InputError(f"checkpoint {name} cannot be used: it has no {e}") from None
     except Exception as e:
@@ -202,7 +237,8 @@ def load_checkpoint(
     model: nn.Module,  # of the same shape; filled in place
     optimizers: Sequence[torch.optim.Optimizer],  # over the same parameters; filled in place
 ) -> tuple[int, dict]:  # the step, and what was saved as `extra`
-    "`unpack_state` of a file; InputError, and nothing changed, if it cannot be read, is damaged or does not fit."
+    """`unpack_state` of a file; InputError, and nothing changed,
+    if it cannot be read, is damaged or does not fit."""
     try: data = Path(path).read_bytes()
     except OSError as e:
         raise InputError(f"checkpoint {Path(path).name} cannot be used: {e.strerror}") from None
@@ -219,7 +255,8 @@ def _say(text: str) -> None: print(text, file=sys.stderr, flush=True)
 def kept(
     entries: list[dict[str, Any]],  # of a manifest, in order of steps
 ) -> list[dict[str, Any]]:
-    "The entries that stay: the last `KEEP`, the best on validation (the later of two), the first `MAX_ANOMALIES` anomalies."
+    """The entries that stay: the last `KEEP`, the best on validation (the later of two),
+    the first `MAX_ANOMALIES` anomalies."""
     steps, odd = [e for e in entries if not e["anomaly"]], [e for e in entries if e["anomaly"]]
     judged = [e for e in steps if e["val_loss"] is not None]
     best = min(judged, key=lambda e: (e["val_loss"], -e["step"]), default=None)
@@ -227,7 +264,8 @@ def kept(
 
 # %% ../../nbs/training/01_checkpoint.ipynb #60ee81b5
 def _entry(given: Any) -> dict[str, Any]:
-    "An entry of a manifest; an exception for what `Checkpoints.save` never writes, a file that lies elsewhere for example."
+    """An entry of a manifest; an exception for what `Checkpoints.save` never writes,
+    a file that lies elsewhere for example."""
     entry = {key: given[key] for key in ("file", "step", "sha256", "val_loss", "anomaly")}
     kind, sha = "step" if entry["anomaly"] is None else "anomaly", entry["sha256"]
     texts = all(isinstance(value, (str, type(None))) for value in (entry["anomaly"], sha))
@@ -245,7 +283,8 @@ class Checkpoints:
         self.folder, self.manifest = Path(folder), Path(folder) / "manifest.json"
 
     def entries(self) -> list[dict[str, Any]]:
-        "The manifest: file, step, sha256, val_loss and anomaly of each; where it is damaged, what the files' names tell."
+        """The manifest: file, step, sha256, val_loss and anomaly of each;
+        where it is damaged, what the files' names tell."""
         listed = self._listed()
         return _by_name(self.folder) if listed is None else listed
 
@@ -279,7 +318,8 @@ class Checkpoints:
         val_loss: float | None = None,  # of these weights, where it is known
         anomaly: str | None = None,  # what happened, where that is why it is saved
     ) -> None:
-        "Write a checkpoint, read it back, list it, remove what is no longer needed; WriteError leaves all as it was."
+        """Write a checkpoint, read it back, list it, remove what is no longer needed;
+        WriteError leaves all as it was."""
         path = self.folder / f"{'anomaly' if anomaly else 'step'}-{step:08d}.pt"
         new = {"file": path.name, "step": step, "sha256": _sha256(data), "anomaly": anomaly,
                "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None}
@@ -294,14 +334,19 @@ class Checkpoints:
         self,
         at_most: int | float = math.inf,  # steps
     ) -> tuple[dict[str, Any], bytes] | None:  # its entry and its content; None if there is none
-        "The last whole checkpoint; one that is damaged, or later than `at_most`, is named in one line and put aside."
+        """The last whole checkpoint; one that is damaged, or later than `at_most`,
+        is named in one line and put aside."""
         if self.manifest.is_file() and self._listed() is None:
             _say(f"{self.manifest} is damaged: the checkpoints are taken by their names")
         left = [e for e in self.entries() if not e["anomaly"]]
         while left:
             entry = left.pop()
             path = self.folder / entry["file"]
-            late = f"later than step {at_most}, to which all is whole" if entry["step"] > at_most else ""
+            late = (
+                f"later than step {at_most}, to which all is whole"
+                if entry["step"] > at_most
+                else ""
+            )
             fault, data = (late, b"") if late else _inspect(path, entry["sha256"])
             if not fault: return entry, data
             _say(f"checkpoint {path} is {fault}: "

@@ -114,7 +114,8 @@ def describe_settings() -> list[Setting]:
 _TOLD = ("beta1", "beta2", "power", "placement", "damping", "floor_octaves", "seed")
 
 def _settings(c: TrainConfig, lr: float, decay: float) -> RuleSettings:
-    "What the config tells an update rule; `lr` is the rule's peak rate, and `decay` its weight decay."
+    """What the config tells an update rule;
+    `lr` is the rule's peak rate, and `decay` its weight decay."""
     told = {key: getattr(c, key) for key in _TOLD}
     return RuleSettings(fmt=c.format, lr=lr, weight_decay=decay, **told)
 
@@ -125,7 +126,8 @@ def config_rule(
 ) -> torch.optim.Optimizer:
     "Make the config's update rule for these parameters."
     lr = c.lr if c.rule_lr is None else c.rule_lr
-    decay = c.weight_decay * c.lr / lr if lr else 0.0  # a rate in another unit must not change how fast weights decay
+    # a rate in another unit must not change how fast weights decay
+    decay = c.weight_decay * c.lr / lr if lr else 0.0
     return build_rule(c.rule, parameters, _settings(c, lr, decay))
 
 # %% ../../nbs/training/03_config.ipynb #a5de612c
@@ -138,7 +140,8 @@ _AT_LEAST = dict(
     shadow_every=1, converge_window=3,
 )
 _BELOW = dict(beta1=1, beta2=1, dropout=1, seed=2**63)
-_RANGE = {int: 2**31, float: 2.0**128}  # below which other numbers must lie: 2^128 is where float32 ends
+# below which other numbers must lie: 2^128 is where float32 ends
+_RANGE = {int: 2**31, float: 2.0**128}
 
 # %% ../../nbs/training/03_config.ipynb #9f2c3a1c
 def _types(key: str) -> tuple[type, ...]:
@@ -147,7 +150,8 @@ def _types(key: str) -> tuple[type, ...]:
     name, _, rest = _ANNOTATIONS[key].partition(" | ")
     return (plain[name], type(None)) if rest else (plain[name],)
 
-def _annotation(kind: Any) -> str: return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+def _annotation(kind: Any) -> str:
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
 
 _ANNOTATIONS = {f.name: _annotation(f.type) for f in fields(TrainConfig)}
 
@@ -156,20 +160,26 @@ def _brief(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 2**64: return "a number beyond 2^64"
     return text if len(text := repr(value)) <= 80 else f"{text[:77]}..."
 
+# %% ../../nbs/training/03_config.ipynb #1eca81ff
 def _check_value(c: TrainConfig, key: str) -> None:
-    "InputError for a value of the wrong type or outside its range; a whole number becomes a float where one belongs."
+    """InputError for a value of the wrong type or outside its range;
+    a whole number becomes a float where one belongs."""
     value, types = getattr(c, key), _types(key)
     if float in types and type(value) is int and abs(value) < 2**128:
         value = float(value)
         object.__setattr__(c, key, value)
     if type(value) not in types:
         allowed = " or ".join(t.__name__ for t in types)
-        raise InputError(f"{key} must be {allowed}, not {_brief(value)}".replace("NoneType", "null"))
+        raise InputError(
+            f"{key} must be {allowed}, not {_brief(value)}".replace("NoneType", "null")
+        )
     if not isinstance(value, (int, float)): return
     high = _BELOW.get(key, _RANGE[type(value)])
     low = _AT_LEAST.get(key, -high)
     if not low <= value < high:
-        raise InputError(f"{key} must be at least {low:g} and below {high:.4g}, not {_brief(value)}")
+        raise InputError(
+            f"{key} must be at least {low:g} and below {high:.4g}, not {_brief(value)}"
+        )
 
 # %% ../../nbs/training/03_config.ipynb #9a45036e
 def one_of(
@@ -180,13 +190,16 @@ def one_of(
     "InputError for a name that is not among the allowed ones."
     if given not in allowed: raise unknown(kind, given, allowed)
 
+# %% ../../nbs/training/03_config.ipynb #e6b3f460
 def _check_config(c: TrainConfig) -> None:
     "InputError for the first thing that is wrong with a config."
     for f in fields(c): _check_value(c, f.name)
     tokens = c.batch_size * c.block_size
     if tokens > MAX_TOKENS:
-        raise InputError(f"batch_size * block_size is {tokens:,} tokens, at most {MAX_TOKENS:,} are allowed; "
-                         "grad_accum adds up more")
+        raise InputError(
+            f"batch_size * block_size is {tokens:,} tokens, at most {MAX_TOKENS:,} are allowed; "
+            "grad_accum adds up more"
+        )
     odd = not c.name.isprintable() or set(c.name) & set("/\\") or c.name.startswith(".")
     if not c.name or odd or len(c.name.encode()) > 255:
         raise InputError(f"name {_brief(c.name)} cannot name a folder")
@@ -196,12 +209,15 @@ def _check_config(c: TrainConfig) -> None:
     if c.task not in HEADS: raise unknown("task", c.task, [task for task in HEADS if task])
     _check_rule(c)
     one_of("compute_dtype", c.compute_dtype, ("auto", "float32", "bfloat16"))
-    if not c.device.startswith("cuda:"): one_of("device", c.device, ("auto", "cpu", "cuda", "cuda:<n>"))
+    if not c.device.startswith("cuda:"):
+        one_of("device", c.device, ("auto", "cpu", "cuda", "cuda:<n>"))
     _check_points(c)
     _check_unread(c)
 
+# %% ../../nbs/training/03_config.ipynb #772161e8
 def _check_rule(c: TrainConfig) -> None:
-    "InputError for a storage, a rule or a placement that does not exist, or that the others exclude."
+    """InputError for a storage, a rule or a placement that does not exist,
+    or that the others exclude."""
     one_of("storage", c.storage, tuple(STORAGES))
     one_of("rule", c.rule, tuple(RULES))
     check_pair(c.rule, c.storage)
@@ -240,7 +256,8 @@ def not_one_graph(
     keys = {"activation": c.activation, "gradient": c.gradient, "weight": c.head}
     points = [(kind, read_precision(text)) for kind, text in keys.items()]
     for rule in parse_rules(c.rules):
-        points += [p for p in rule.points().items() if p[0] != "weight_gradient"]  # rounded after the pass
+        # rounded after the pass
+        points += [p for p in rule.points().items() if p[0] != "weight_gradient"]
     for kind, p in points:
         if p and p.rounding == "stochastic": return f"the {kind} is rounded by chance ({p})"
         if p and kind == "gradient" and p.scaling != "current":
@@ -256,15 +273,20 @@ def _check_unread(c: TrainConfig) -> None:
     for key, value in given.items():
         if key in get_rule(c.rule).reads.split(): continue
         usual = "null" if _USUAL[key] is None else _USUAL[key]
-        raise InputError(f"{key}={value} would change nothing: the rule {c.rule} does not read {key}; leave it at {usual}")
+        raise InputError(
+            f"{key}={value} would change nothing: the rule {c.rule} does not read {key}; leave it "
+            f"at {usual}"
+        )
     if not given: return  # making a rule loads a compiler
     build_rule(c.rule, [nn.Parameter(torch.ones(1, 1))], _settings(c, 1.0, 0.0))
 
 # %% ../../nbs/training/03_config.ipynb #7a8ec175
 def _coerce(key: str, value: Any) -> Any:
-    "A YAML or command-line value as the setting's type: text becomes a number or null, a whole number a float."
+    """A YAML or command-line value as the setting's type:
+    text becomes a number or null, a whole number a float."""
     types = _types(key)
-    if key == "compile" and isinstance(value, bool): return "on" if value else "off"  # YAML reads on and off so
+    # YAML reads on and off so
+    if key == "compile" and isinstance(value, bool): return "on" if value else "off"
     if type(None) in types and str(value).lower() in ("none", "null", "~"): return None
     if types[0] in (int, float) and isinstance(value, (str, int)) and not isinstance(value, bool):
         try: return types[0](value)
@@ -284,7 +306,8 @@ def make_config(
 def load_config(
     path: Path | str,  # a YAML file
 ) -> TrainConfig:
-    "Read a config from YAML; the run is named after the file unless the file names it. InputError for every fault."
+    """Read a config from YAML; the run is named after the file unless the file names it.
+    InputError for every fault."""
     path = Path(path)
     values = read_yaml(path)
     if not isinstance(values, (dict, type(None))):

@@ -54,16 +54,22 @@ def _checked(
         raise InputError(f"{where} is binary: a NUL byte at offset {nul}; allowed: {TEXT_KINDS}")
     try: raw.decode()
     except UnicodeDecodeError as e:
-        raise InputError(f"{where} is not UTF-8: byte 0x{raw[e.start]:02x} at offset {e.start}; allowed: {TEXT_KINDS}") from None
+        raise InputError(
+            f"{where} is not UTF-8: byte 0x{raw[e.start]:02x} at offset {e.start}; allowed: "
+            f"{TEXT_KINDS}"
+        ) from None
     return raw
 
 # %% ../../nbs/training/00_data.ipynb #b9fe6483
 def _row_text(value: object, where: str) -> bytes:
-    "The document in a row's `text` column, which is a string or a list of strings; InputError otherwise."
+    """The document in a row's `text` column, which is a string or a list of strings;
+    InputError otherwise."""
     if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
         value = "\n".join(value)
     if not isinstance(value, str):
-        raise InputError(f"{where}: 'text' is a {type(value).__name__}; allowed: a string or a list of strings")
+        raise InputError(
+            f"{where}: 'text' is a {type(value).__name__}; allowed: a string or a list of strings"
+        )
     return _checked(value, where)
 
 # %% ../../nbs/training/00_data.ipynb #697b101a
@@ -80,7 +86,8 @@ def _position(
     return int.from_bytes(hashlib.sha256(raw).digest()[:8], "big")
 
 # %% ../../nbs/training/00_data.ipynb #aef38a9f
-Documents = Callable[[], Iterator[tuple[int, bytes]]]  # called anew for every pass; yields (position, text)
+# called anew for every pass; yields (position, text)
+Documents = Callable[[], Iterator[tuple[int, bytes]]]
 
 def _boundary(
     documents: Documents,
@@ -126,7 +133,11 @@ def _pour(
     "Hashes the two splits in one pass, and writes them on the way if there is a folder."
     digest, size = {s: hashlib.sha256() for s in SPLITS}, dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
-        files = {s: stack.enter_context(open(folder / f"{s}.bin", "wb")) for s in SPLITS} if folder else {}
+        files = (
+            {s: stack.enter_context(open(folder / f"{s}.bin", "wb")) for s in SPLITS}
+            if folder
+            else {}
+        )
         for split, piece in pieces:
             digest[split].update(piece)
             size[split] += len(piece)
@@ -152,8 +163,10 @@ def _staging(
         _sweep(root)
         yield folder
     except OSError as e:
-        raise InputError(f"cannot write to the cache folder {str(root)!r} ({e.strerror or one_line(e, 200)}); "
-                         "allowed: a writable folder, see ALTGRAD_CACHE") from e
+        raise InputError(
+            f"cannot write to the cache folder {str(root)!r} ({e.strerror or one_line(e, 200)}); "
+            "allowed: a writable folder, see ALTGRAD_CACHE"
+        ) from e
     finally: shutil.rmtree(folder, ignore_errors=True)
 
 def _publish(folder: Path, name: Path) -> None:
@@ -174,8 +187,11 @@ def _prepare(
     pieces = partial(_split_texts, documents, boundary)
     facts = _pour(pieces())
     if min(facts["train_tokens"], facts["val_tokens"]) < 2:
-        raise InputError(f"corpus {name!r} is too short: {facts['train_tokens']} bytes to train on and {facts['val_tokens']} to "
-                         "validate on; allowed: at least 2 each")
+        raise InputError(
+            f"corpus {name!r} is too short: {facts['train_tokens']} bytes to train on and "
+            f"{facts['val_tokens']} to "
+            "validate on; allowed: at least 2 each"
+        )
     folder = root / facts["hash"][:16]
     if folder.is_dir(): return folder
     with _staging(root) as fresh:
@@ -185,11 +201,16 @@ def _prepare(
     return folder
 
 # %% ../../nbs/training/00_data.ipynb #523c0f4a
-NOT_LIBRARY = re.compile(r"site-packages|dist-packages|__pycache__|config-.*|pydoc_data|(.*_)?tests?")  # folders
-NOT_SHARED = re.compile(r"_sysconfigdata.*|(site|user)customize\.py")  # files that differ between machines
+# folders
+NOT_LIBRARY = re.compile(
+    r"site-packages|dist-packages|__pycache__|config-.*|pydoc_data|(.*_)?tests?"
+)
+# files that differ between machines
+NOT_SHARED = re.compile(r"_sysconfigdata.*|(site|user)customize\.py")
 
 def _walk(root: Path, skip: re.Pattern = re.compile("$^")) -> list[tuple[str, Path]]:
-    "All files below `root` but in folders that match `skip`: (relative path with slashes, path), sorted."
+    """All files below `root` but in folders that match `skip`:
+    (relative path with slashes, path), sorted."""
     def stop(error: OSError): raise error
     found = []
     for folder, inside, names in os.walk(root, onerror=stop):
@@ -208,17 +229,28 @@ def _stdlib(root: Path | None = None) -> Iterator[tuple[int, bytes]]:
 
 # %% ../../nbs/training/00_data.ipynb #d6c4b306
 def _json_rows(path: Path) -> Iterator[tuple[str, dict]]:
-    "Each line with its place, for errors; blank lines are passed over, a wrong one is an InputError that names it."
+    """Each line with its place, for errors; blank lines are passed over,
+    a wrong one is an InputError that names it."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip(): continue
             where = f"{str(path)!r} line {number}"
             try: row = json.loads(line)
             except (ValueError, RecursionError) as e:
-                raise InputError(f"{where} is not JSON ({one_line(e, 200)}); allowed: one object with a 'text' a line") from None
+                raise InputError(
+                    f"{where} is not JSON ({one_line(e, 200)}); allowed: one object with a 'text' "
+                    "a line"
+                ) from None
             if not isinstance(row, dict) or "text" not in row:
-                has = one_line(", ".join(row), 200) if isinstance(row, dict) else f"a {type(row).__name__}"
-                raise InputError(f"{where} has no column 'text', only: {has}; allowed: one object with a 'text' a line")
+                has = (
+                    one_line(", ".join(row), 200)
+                    if isinstance(row, dict)
+                    else f"a {type(row).__name__}"
+                )
+                raise InputError(
+                    f"{where} has no column 'text', only: {has}; allowed: one object with a 'text' "
+                    "a line"
+                )
             yield where, row
 
 def _jsonl(path: Path) -> Iterator[bytes]:
@@ -227,7 +259,8 @@ def _jsonl(path: Path) -> Iterator[bytes]:
 
 # %% ../../nbs/training/00_data.ipynb #5594e268
 def _parquet_rows(path: Path, columns: Iterable[str] = ("text",)) -> Iterator[tuple[str, dict]]:
-    "Each row with its place, those of `columns` that there are, a thousand rows in memory at a time; InputError for a file that is not parquet."
+    """Each row with its place, those of `columns` that there are,
+    a thousand rows in memory at a time; InputError for a file that is not parquet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -235,10 +268,17 @@ def _parquet_rows(path: Path, columns: Iterable[str] = ("text",)) -> Iterator[tu
         with pq.ParquetFile(path) as file:
             there, number = file.schema_arrow.names, 0
             if "text" not in there:
-                raise InputError(f"{str(path)!r} has no column 'text', only: {one_line(', '.join(there), 200)}; allowed: {TEXT_KINDS}")
-            for batch in file.iter_batches(batch_size=1000, columns=[c for c in columns if c in there]):
-                for row in batch.to_pylist(): yield f"{str(path)!r} row {(number := number + 1)}", row
-    except pa.ArrowException as e: raise InputError(f"{str(path)!r} is not a parquet file ({one_line(e, 200)})") from None
+                raise InputError(
+                    f"{str(path)!r} has no column 'text', only: {one_line(', '.join(there), 200)}; "
+                    f"allowed: {TEXT_KINDS}"
+                )
+            for batch in file.iter_batches(
+                batch_size=1000, columns=[c for c in columns if c in there]
+            ):
+                for row in batch.to_pylist():
+                    yield f"{str(path)!r} row {(number := number + 1)}", row
+    except pa.ArrowException as e:
+        raise InputError(f"{str(path)!r} is not a parquet file ({one_line(e, 200)})") from None
 
 def _parquet(path: Path) -> Iterator[bytes]:
     "The `text` of each row."
@@ -248,38 +288,55 @@ def _parquet(path: Path) -> Iterator[bytes]:
 ARCHIVE, LARGEST = ".tar.xz", 2**30  # bytes that an archive may hold
 
 def _packed(path: Path) -> list[tuple[str, bytes]]:
-    "The files of an archive by name, in order; InputError for what is none, or holds more than `LARGEST` bytes."
+    """The files of an archive by name, in order; InputError for what is none,
+    or holds more than `LARGEST` bytes."""
     found, size = [], 0
     try:
         with tarfile.open(path, "r:xz") as tar:
             for member in tar:
                 if not member.isfile(): continue
                 size += member.size
-                if size > LARGEST: raise InputError(f"{str(path)!r} holds more than {LARGEST} bytes; allowed: smaller archives")
+                if size > LARGEST:
+                    raise InputError(
+                        f"{str(path)!r} holds more than {LARGEST} bytes; allowed: smaller archives"
+                    )
                 found.append((member.name.removeprefix("./"), tar.extractfile(member).read()))  # type: ignore[union-attr]  # it is a file
-    except (tarfile.TarError, lzma.LZMAError, EOFError) as e: raise InputError(f"{str(path)!r} is not a whole {ARCHIVE} archive ({one_line(e, 200)})") from None
-    if not found: raise InputError(f"the archive {str(path)!r} holds no file; allowed: archives of text")
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as e:
+        raise InputError(
+            f"{str(path)!r} is not a whole {ARCHIVE} archive ({one_line(e, 200)})"
+        ) from None
+    if not found:
+        raise InputError(f"the archive {str(path)!r} holds no file; allowed: archives of text")
     return sorted(found)
 
 # %% ../../nbs/training/00_data.ipynb #f99e0149
 READERS = {".txt": None, ".md": None, ".py": None, ".jsonl": _jsonl,
            ".parquet": _parquet}  # None: the file is one document
 
+# %% ../../nbs/training/00_data.ipynb #f0d3ecf0
 def _files(root: Path) -> list[tuple[str, Path]]:
     "The files that a path stands for, (key, path); InputError if there are none."
     if not root.exists():
         raise InputError(f"no such file or folder: {str(root)!r}; allowed: path:<file or folder>")
     if root.is_file(): return [(root.name, root)]
     if not root.is_dir():
-        raise InputError(f"{str(root)!r} is neither a file nor a folder; allowed: path:<file or folder>")
+        raise InputError(
+            f"{str(root)!r} is neither a file nor a folder; allowed: path:<file or folder>"
+        )
     found = [(key, path) for key, path in _walk(root) if path.suffix.lower() in READERS]
     if not found:
-        raise InputError(f"the folder {str(root)!r} holds no text; allowed: {', '.join(READERS)} files")
+        raise InputError(
+            f"the folder {str(root)!r} holds no text; allowed: {', '.join(READERS)} files"
+        )
     for _, path in found:
         if path.exists() and not path.is_file():
-            raise InputError(f"{str(path)!r} is neither a file nor a folder; a pipe or a device cannot be read twice")
+            raise InputError(
+                f"{str(path)!r} is neither a file nor a folder; a pipe or a device cannot be read "
+                "twice"
+            )
     return found
 
+# %% ../../nbs/training/00_data.ipynb #836b5967
 def _unpacked(root: Path) -> Iterator[tuple[int, bytes]]:
     "The documents of files that are not in an archive."
     for key, path in _files(root):
@@ -288,16 +345,21 @@ def _unpacked(root: Path) -> Iterator[tuple[int, bytes]]:
         else: yield from ((_position(text), text) for text in read(path))
 
 def _path(root: Path) -> Iterator[tuple[int, bytes]]:
-    "The documents of a file, or of all files below a folder or in an archive, in the order of their relative paths."
+    """The documents of a file, or of all files below a folder or in an archive,
+    in the order of their relative paths."""
     try:
         if root.name.endswith(ARCHIVE):
             yield from ((_position(key), _checked(text, key)) for key, text in _packed(root))
         else: yield from _unpacked(root)
-    except OSError as e: raise InputError(f"cannot read {str(e.filename or root)!r} ({e.strerror or one_line(e, 200)})") from e
+    except OSError as e:
+        raise InputError(
+            f"cannot read {str(e.filename or root)!r} ({e.strerror or one_line(e, 200)})"
+        ) from e
 
 # %% ../../nbs/training/00_data.ipynb #f3066bc8
 def _hub_address() -> tuple[str | None, int]:
-    "Host and port that a request to the Hub connects to first: the endpoint's, or its proxy's. (None, 0): no such address."
+    """Host and port that a request to the Hub connects to first:
+    the endpoint's, or its proxy's. (None, 0): no such address."""
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     proxies = urllib.request.getproxies()
     proxy = proxies.get(url.scheme) or proxies.get("all")
@@ -330,13 +392,17 @@ def _offline():
     try: yield
     finally: config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
+# %% ../../nbs/training/00_data.ipynb #c7a70be1
 def _load_splits(
     name: str,  # "eurlex" or "ecthr_a"
     folder: str,  # a local copy; "" means the Hub
 ) -> list:  # the train and the validation `datasets.Dataset`
     "Both splits of a LexGLUE corpus; InputError in one line, at once, if they cannot be had."
     if folder and not Path(folder).is_dir():
-        raise InputError(f"no such folder: {folder!r}; allowed: lex_glue/{name}@<folder with a local copy of lex_glue>")
+        raise InputError(
+            f"no such folder: {folder!r}; allowed: lex_glue/{name}@<folder with a local copy of "
+            "lex_glue>"
+        )
     here = bool(folder) or _reachable(*_hub_address())
     import datasets
 
@@ -345,22 +411,36 @@ def _load_splits(
             return datasets.load_dataset(folder or "coastalcph/lex_glue", name,
                                          split=["train", "validation"])
     except Exception as e:
-        fault = one_line(e, 200) if here else "the Hugging Face Hub does not answer and there is no copy in its cache"
-        raise InputError(f"cannot load lex_glue/{name}: {fault}; allowed: a network, or lex_glue/{name}@<folder with a local copy>") from e
+        fault = (
+            one_line(e, 200)
+            if here
+            else "the Hugging Face Hub does not answer and there is no copy in its cache"
+        )
+        raise InputError(
+            f"cannot load lex_glue/{name}: {fault}; allowed: a network, or lex_glue/{name}@<folder "
+            "with a local copy>"
+        ) from e
 
 # %% ../../nbs/training/00_data.ipynb #960844db
 def _lex_glue_rows(name: str, splits: list,
                    columns: Iterable[str] = ("text",)) -> Iterator[tuple[str, dict]]:
-    "Each row with its place, those of `columns` that there are, and its split; labels by their names."
+    """Each row with its place, those of `columns` that there are,
+    and its split; labels by their names."""
     for split, table in zip(("train", "validation"), splits):
         there, number = table.column_names, 0
-        if "text" not in there: raise InputError(f"lex_glue/{name} has no column 'text', only: {one_line(', '.join(there), 200)}")
+        if "text" not in there:
+            raise InputError(
+                f"lex_glue/{name} has no column 'text', only: {one_line(', '.join(there), 200)}"
+            )
         names = getattr(getattr(table.features.get("labels"), "feature", None), "names", None)
         for batch in table.select_columns([c for c in columns if c in there]).iter(1000):
             if names and "labels" in batch:
                 batch["labels"] = [[names[i] for i in labels] for labels in batch["labels"]]
             for values in zip(*batch.values()):
-                yield f"lex_glue/{name} {split} row {(number := number + 1)}", {**dict(zip(batch, values)), "split": split}
+                yield (
+                    f"lex_glue/{name} {split} row {(number := number + 1)}",
+                    {**dict(zip(batch, values)), "split": split},
+                )
 
 def _lex_glue(name: str, splits: list) -> Iterator[tuple[int, bytes]]:
     "Position and text of each row: the data set is already split."
@@ -393,7 +473,8 @@ def _slices(
     tokens: np.ndarray,  # a split as bytes, uint8
     size: int = 2**18,  # most bytes in a slice
 ) -> Iterator[str]:  # pieces of documents, and "\0" between two documents
-    "A split as text that is short enough to be encoded in one go; joined, the slices are the split."
+    """A split as text that is short enough to be encoded in one go;
+    joined, the slices are the split."""
     ends = [*np.flatnonzero(np.asarray(tokens) == 0).tolist(), len(tokens)]
     for start, end in zip([0, *(e + 1 for e in ends)], ends):
         if start: yield "\0"
@@ -415,11 +496,14 @@ def _bpe_size(tokenizer: str) -> int | None:
     match = re.fullmatch("bpe-([0-9]{1,9})", str(tokenizer))
     if not match: raise unknown("tokenizer", tokenizer, ["bytes", "bpe-<257 to 65535>"])
     if not 257 <= int(match[1]) <= 65535 or match[1][0] == "0":
-        raise InputError(f"tokenizer {tokenizer!r} has an impossible size; allowed: bytes, bpe-<257 to 65535>")
+        raise InputError(
+            f"tokenizer {tokenizer!r} has an impossible size; allowed: bytes, bpe-<257 to 65535>"
+        )
     return int(match[1])
 
 def _train_bpe(slices: Iterable[str], size: int):
-    "A byte-level BPE `tokenizers.Tokenizer` of at most `size` tokens; the same text gives the same one."
+    """A byte-level BPE `tokenizers.Tokenizer` of at most `size` tokens;
+    the same text gives the same one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -433,7 +517,8 @@ def _train_bpe(slices: Iterable[str], size: int):
 
 # %% ../../nbs/training/00_data.ipynb #4f9179fb
 def _encode(tokenizer, slices: Iterable[str], path: Path) -> int:
-    "Writes the tokens of `slices` to `path` as uint16, a few slices in memory at a time; returns how many."
+    """Writes the tokens of `slices` to `path` as uint16,
+    a few slices in memory at a time; returns how many."""
     slices, count = iter(slices), 0
     with open(path, "wb") as file:
         while some := list(islice(slices, 32)):
@@ -443,11 +528,13 @@ def _encode(tokenizer, slices: Iterable[str], path: Path) -> int:
                 count += len(ids)
     return count
 
+# %% ../../nbs/training/00_data.ipynb #9015c977
 def _prepare_bpe(
     folder: Path,  # of the corpus in bytes
     size: int,  # of the vocabulary
 ) -> Path:  # the subfolder with uint16 train.bin and val.bin, tokenizer.json, corpus.json
-    "The corpus in tokens of a vocabulary trained on its train split, written now if it is not there."
+    """The corpus in tokens of a vocabulary trained on its train split,
+    written now if it is not there."""
     name = folder / f"bpe-{size}"
     if name.is_dir(): return name
     facts, tokens = _open_folder(folder, np.uint8)
@@ -474,7 +561,9 @@ def _open_folder(
         whole = all(len(tokens[s]) == facts[f"{s}_tokens"] for s in SPLITS)
     except (OSError, ValueError, KeyError, TypeError): whole = False
     if not whole:
-        raise InputError(f"the prepared corpus in {str(folder)!r} is damaged; delete that folder and start again")
+        raise InputError(
+            f"the prepared corpus in {str(folder)!r} is damaged; delete that folder and start again"
+        )
     return facts, tokens
 
 # %% ../../nbs/training/00_data.ipynb #d87f6366
@@ -506,11 +595,15 @@ class Corpus:
         return validation_windows(self.val, block_size, windows)
 
     def require(self, block_size: int) -> None:
-        "InputError unless both splits hold a sequence of `block_size` tokens and its shifted targets."
+        """InputError unless both splits hold a sequence of
+        `block_size` tokens and its shifted targets."""
         for split, tokens in (("train", self.train), ("validation", self.val)):
             if len(tokens) <= block_size:
-                raise InputError(f"corpus {self.name!r} is too short: {len(tokens)} {split} tokens with tokenizer {self.tokenizer}; "
-                                 f"allowed: at least {block_size + 1} for block_size {block_size}")
+                raise InputError(
+                    f"corpus {self.name!r} is too short: {len(tokens)} {split} tokens with "
+                    f"tokenizer {self.tokenizer}; "
+                    f"allowed: at least {block_size + 1} for block_size {block_size}"
+                )
 
 # %% ../../nbs/training/00_data.ipynb #c20fbab2
 def load_corpus(
@@ -518,7 +611,8 @@ def load_corpus(
     tokenizer: str = "bytes",  # "bytes", or "bpe-<size>" trained on the train split
     cache: str | Path | None = None,  # where prepared corpora lie; default $ALTGRAD_CACHE, else the user's cache folder
 ) -> Corpus:
-    "The corpus that `data` names, prepared if this is the first time; InputError in one line for what the user can repair."
+    """The corpus that `data` names, prepared if this is the first time;
+    InputError in one line for what the user can repair."""
     _bpe_size(tokenizer)  # a misspelt one is found before anything is read
     return _prepared(data, *_source(data), tokenizer, cache)
 
@@ -541,14 +635,16 @@ def random_offsets(
     step: int,  # of the optimizer
     micro_step: int = 0,  # within a step, under gradient accumulation
 ) -> np.ndarray:  # int64, `count` of them
-    "Uniform offsets that are a function of the arguments; raw Philox bits, which no numpy version changes."
+    """Uniform offsets that are a function of the arguments;
+    raw Philox bits, which no numpy version changes."""
     words = np.array([0, 0, micro_step, step], dtype=np.uint64)
     bits = np.random.Philox(key=np.array([seed % 2**64, 0], dtype=np.uint64),
                             counter=words).random_raw(count)
     return (bits % np.uint64(top)).astype(np.int64)
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
-    "Sequences of `block_size` tokens from `starts`, and the same shifted by one: int64, [len(starts), block_size]."
+    """Sequences of `block_size` tokens from `starts`, and the same shifted by one:
+    int64, [len(starts), block_size]."""
     both = torch.from_numpy(np.asarray(tokens)[starts[:, None]
                                                + np.arange(block_size + 1)].astype(np.int64))
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()
@@ -562,10 +658,14 @@ def get_batch(
     step: int,  # counts from 0
     micro_step: int = 0,  # counts from 0 within a step
 ) -> tuple[Tensor, Tensor]:  # x and y, int64 on the CPU, [batch_size, block_size]; y is x shifted by one
-    "The batch of this step: the same whatever was drawn before; InputError if the text is too short."
+    """The batch of this step: the same whatever was drawn before;
+    InputError if the text is too short."""
     top = len(tokens) - block_size
     if top < 1:
-        raise InputError(f"{len(tokens)} tokens are too short a text; allowed: at least {block_size + 1} for block_size {block_size}")
+        raise InputError(
+            f"{len(tokens)} tokens are too short a text; allowed: at least {block_size + 1} for "
+            f"block_size {block_size}"
+        )
     return _windows(tokens, random_offsets(batch_size, top, seed, step, micro_step), block_size)
 
 # %% ../../nbs/training/00_data.ipynb #bab77f8f
@@ -574,11 +674,15 @@ def validation_windows(
     block_size: int,  # tokens in a window
     windows: int,  # how many are wanted
 ) -> tuple[Tensor, Tensor]:  # x and y, int64 on the CPU, [number, block_size]; y is x shifted by one
-    "That many evenly spread windows that do not overlap; fewer where the text is too short for so many."
+    """That many evenly spread windows that do not overlap;
+    fewer where the text is too short for so many."""
     if windows < 1: raise InputError(f"cannot validate on {windows} windows; allowed: 1 or more")
     number = min(windows, (len(tokens) - 1) // block_size)
     if number < 1:
-        raise InputError(f"{len(tokens)} tokens are too short a text; allowed: at least {block_size + 1} for block_size {block_size}")
+        raise InputError(
+            f"{len(tokens)} tokens are too short a text; allowed: at least {block_size + 1} for "
+            f"block_size {block_size}"
+        )
     last = len(tokens) - block_size - 1
     return _windows(tokens, np.arange(number, dtype=np.int64) * last // max(number - 1, 1),
                     block_size)
@@ -587,17 +691,23 @@ def validation_windows(
 LABELLED = ("path:<file or folder of .jsonl or .parquet>", *CORPORA[2:])
 _COLUMNS = ("text", "labels", "data_type", "split")
 
-_TABLES: dict[str, Callable[[Path], Iterator[tuple[str, dict]]]] = {".jsonl": _json_rows,
-                                                                    ".parquet": partial(_parquet_rows, columns=_COLUMNS)}
+_TABLES: dict[str, Callable[[Path], Iterator[tuple[str, dict]]]] = {
+    ".jsonl": _json_rows,
+    ".parquet": partial(_parquet_rows, columns=_COLUMNS),
+}
 
 def _rows(data: str) -> Callable[[], Iterator[tuple[str, dict]]]:
-    "Yields the rows that `data` names anew for every pass, each with its place; InputError for what is not in the grammar."
+    """Yields the rows that `data` names anew for every pass, each with its place;
+    InputError for what is not in the grammar."""
     kind, _, rest = str(data).partition(":")
     if kind == "path" and rest:
         tables = [(read, path) for _, path in _files(_expanded(rest))
                   if (read := _TABLES.get(path.suffix.lower()))]
         if not tables:
-            raise InputError(f"{rest!r} holds no documents with labels; allowed: .jsonl or .parquet with columns 'text' and 'labels'")
+            raise InputError(
+                f"{rest!r} holds no documents with labels; allowed: .jsonl or .parquet with "
+                "columns 'text' and 'labels'"
+            )
         return lambda: (row for read, path in tables for row in read(path))
     name, at, folder = str(data).partition("@")
     if name not in LEX_GLUE or (at and not folder):
@@ -610,10 +720,18 @@ def _labelled(rows: Callable[[], Iterator[tuple[str, dict]]]) -> Iterator[tuple[
                                                                                 set[str]]]:
     "Each document's position, text and labels; InputError that names the row which has none."
     for where, row in rows():
-        text, labels, split = _row_text(row.get("text"), where), row.get("labels"), row.get("data_type") or row.get("split")
-        if not (isinstance(labels, (list, tuple)) and all(isinstance(label, (str, int)) for label in labels)):
-            raise InputError(f"{where}: 'labels' is {one_line(labels, 60)}; allowed: a list of names or numbers")
-        if split is not None and str(split) not in SPLIT_NAMES: raise InputError(f"{where} is of split {split!r}; allowed: {', '.join(SPLIT_NAMES)}")
+        text = _row_text(row.get("text"), where)
+        labels = row.get("labels")
+        split = row.get("data_type") or row.get("split")
+        if not (
+            isinstance(labels, (list, tuple))
+            and all(isinstance(label, (str, int)) for label in labels)
+        ):
+            raise InputError(
+                f"{where}: 'labels' is {one_line(labels, 60)}; allowed: a list of names or numbers"
+            )
+        if split is not None and str(split) not in SPLIT_NAMES:
+            raise InputError(f"{where} is of split {split!r}; allowed: {', '.join(SPLIT_NAMES)}")
         position = _position(text) if split is None else SPLIT_NAMES[split]
         if text and position is not None: yield position, text, {str(label) for label in labels}
 
@@ -628,15 +746,23 @@ class LabelledCorpus(Corpus):
 
     def batch(self, batch_size: int, block_size: int, seed: int, step: int,
               micro_step: int = 0) -> tuple[Tensor, Tensor]:
-        "Documents drawn for this step: tokens int64 [batch_size, block_size] and targets float32 [batch_size, labels]."
-        return self._take("train", random_offsets(batch_size, len(self.bounds["train"]), seed, step, micro_step), block_size)
+        """Documents drawn for this step: tokens int64 [batch_size, block_size]
+        and targets float32 [batch_size, labels]."""
+        return self._take(
+            "train", random_offsets(batch_size, len(self.bounds["train"]), seed, step, micro_step),
+            block_size,
+        )
 
     def validation(self, block_size: int, windows: int) -> tuple[Tensor, Tensor]:
-        "That many documents, evenly spread over the validation split; all of them where there are not so many."
+        """That many documents, evenly spread over the validation split;
+        all of them where there are not so many."""
         if windows < 1:
             raise InputError(f"cannot validate on {windows} documents; allowed: 1 or more")
         number = len(self.bounds["val"])
-        return self._take("val", np.arange(min(windows, number), dtype=np.int64) * number // min(windows, number), block_size)
+        return self._take(
+            "val", np.arange(min(windows, number), dtype=np.int64) * number // min(windows, number),
+            block_size,
+        )
 
     def _take(self, split: str, chosen: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
         "The first tokens of the chosen documents, and their targets."
@@ -654,28 +780,40 @@ class LabelledCorpus(Corpus):
                 "documents": {split: len(bounds) for split, bounds in self.bounds.items()}}
 
 # %% ../../nbs/training/00_data.ipynb #db60d4e8
-MOST_LABELS = 100  # of a task: the most frequent of the train split, as in LexGLUE's eurlex (Chalkidis et al. 2022)
+# of a task: the most frequent of the train split, as in LexGLUE's eurlex (Chalkidis et al. 2022)
+MOST_LABELS = 100
 
+# %% ../../nbs/training/00_data.ipynb #e926819e
 def load_labelled(
     data: str,  # one of `LABELLED`
     tokenizer: str = "bytes",  # "bytes", or "bpe-<size>" trained on the train split
     cache: str | Path | None = None,  # see `load_corpus`
 ) -> LabelledCorpus:
-    "The documents that `data` names with their labels, prepared if this is the first time; InputError in one line for what the user can repair."
+    """The documents that `data` names with their labels, prepared if this is the first time;
+    InputError in one line for what the user can repair."""
     _bpe_size(tokenizer)
     rows = _rows(data)
     known = [(position, labels) for position, _, labels in _labelled(rows)]
     boundary = _boundary(lambda: ((position, b"text") for position, _ in known),
                          data)  # none of them is empty
     if not boundary:
-        raise InputError(f"corpus {data!r} has no two documents that differ in their split; allowed: some to train on and some to validate on")
+        raise InputError(
+            f"corpus {data!r} has no two documents that differ in their split; allowed: some to "
+            "train on and some to validate on"
+        )
     corpus = _prepared(data, lambda: ((position, text) for position, text, _ in _labelled(rows)),
                        boundary, tokenizer, cache)
-    found = {split: [labels for position, labels in known if (position < boundary) == (split == "val")] for split in SPLITS}
+    found = {
+        split: [labels for position, labels in known if (position < boundary) == (split == "val")]
+        for split in SPLITS
+    }
     count = Counter(label for labels in found["train"] for label in labels)
     chosen = sorted(count, key=lambda label: (-count[label], label))[:MOST_LABELS]
     if not chosen: raise InputError(f"corpus {data!r}: no document of the train split has a label")
-    targets = {split: torch.tensor([[float(label in labels) for label in chosen] for labels in sets]) for split, sets in found.items()}
+    targets = {
+        split: torch.tensor([[float(label in labels) for label in chosen] for labels in sets])
+        for split, sets in found.items()
+    }
     digest = hashlib.sha256(json.dumps([corpus.hash, chosen,
                                         [t.tolist()
                                          for t in targets.values()]]).encode()).hexdigest()
@@ -692,7 +830,8 @@ def _nul(corpus: Corpus) -> int | None:
     if corpus.tokenizer == "bytes": return 0
     from tokenizers import Tokenizer, pre_tokenizers
 
-    byte = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("\0")[0][0]  # how a byte-level vocabulary writes it
+    # how a byte-level vocabulary writes it
+    byte = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("\0")[0][0]
     return Tokenizer.from_file(str(corpus.folder / "tokenizer.json")).token_to_id(byte)
 
 def _bounds(tokens: np.ndarray, nul: int) -> np.ndarray:

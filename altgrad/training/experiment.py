@@ -27,7 +27,9 @@ def packaged_configs() -> dict[str, TrainConfig]:
     "The configs that come with the package, by name: `bf16_baseline` and `<format>_fp8`."
     baseline = TrainConfig(name="bf16_baseline", format="bfloat16")
     names = {f"{fmt.lower()}_fp8": fmt for fmt in EIGHT_BIT}
-    return {"bf16_baseline": baseline} | {name: replace(baseline, name=name, format=fmt) for name, fmt in names.items()}
+    return {"bf16_baseline": baseline} | {
+        name: replace(baseline, name=name, format=fmt) for name, fmt in names.items()
+    }
 
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de02
 _OWN = re.compile(r"(.+?):(\w+=.*)", re.DOTALL)  # CONFIG:KEY=VALUE,... and not the colon of a path
@@ -39,7 +41,9 @@ def _own_settings(text: str) -> dict[str, str]:
         key, equals, value = piece.partition("=")
         key = key.strip()
         if not key or not equals:
-            raise InputError(f"{piece[:80]!r} is not KEY=VALUE (after a config stand KEY=VALUE,KEY=VALUE)")
+            raise InputError(
+                f"{piece[:80]!r} is not KEY=VALUE (after a config stand KEY=VALUE,KEY=VALUE)"
+            )
         if key == "rules":
             raise InputError("rules cannot stand after a config, because they hold commas: "
                              "write them in a YAML file, or with --set for all")
@@ -48,7 +52,8 @@ def _own_settings(text: str) -> dict[str, str]:
     return settings
 
 def _own_name(base: str, settings: dict[str, str]) -> str:
-    "The name of a config with settings of its own; a storage or a rule needs no key to be understood."
+    """The name of a config with settings of its own;
+    a storage or a rule needs no key to be understood."""
     if "name" in settings: return settings["name"]
     parts = [value if key in ("storage", "rule") else f"{key}_{value}"
              for key, value in settings.items()]
@@ -59,7 +64,8 @@ def find_config(
     spec: str,  # a YAML file's path, or the name of a packaged config; either with settings of its own as in e4m3_fp8:storage=grid_nearest
     changes: dict[str, Any] | None = None,  # fields to set on top of it; its own settings win
 ) -> TrainConfig:
-    "A config by path or name, with changes; InputError that lists the packaged ones if it is neither."
+    """A config by path or name, with changes;
+    InputError that lists the packaged ones if it is neither."""
     packaged, own, changes = packaged_configs(), _OWN.fullmatch(spec), dict(changes or {})
     if spec in packaged: return make_config(changes, packaged[spec])
     if own and not Path(spec).is_file():
@@ -82,10 +88,14 @@ def _check_names(configs: list[TrainConfig]) -> None:
         if names.count(name) > 1: raise InputError(f"two arms have the same name: {name}")
 
 def check_arms(configs: list[TrainConfig]) -> None:
-    "InputError unless the configs have different names and agree in everything but format, storage and update rule."
+    """InputError unless the configs have different names and agree in everything but format,
+    storage and update rule."""
     if not configs: raise InputError("nothing to compare: give at least one config")
     if any(c.task for c in configs):
-        raise InputError("only runs that predict the next token are compared: task must be null (`altgrad train` has others)")
+        raise InputError(
+            "only runs that predict the next token are compared: task must be null (`altgrad "
+            "train` has others)"
+        )
     _check_names(configs)
     first = asdict(configs[0])
     for c in configs[1:]:
@@ -104,7 +114,10 @@ def with_seeds(
     "Every arm with every seed; InputError for a number of seeds that cannot be."
     if not 1 <= seeds <= MAX_SEEDS:
         raise InputError(f"seeds must be at least 1 and at most {MAX_SEEDS}, not {seeds}")
-    return [configs] + [[replace(c, seed=c.seed + k, name=f"{c.name}_seed{c.seed + k}") for c in configs] for k in range(1, seeds)]
+    return [configs] + [
+        [replace(c, seed=c.seed + k, name=f"{c.name}_seed{c.seed + k}") for c in configs]
+        for k in range(1, seeds)
+    ]
 
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de09
 _NO_GAP = dict.fromkeys(("gap_nats", "gap_low", "gap_high", "within_noise"))
@@ -128,7 +141,8 @@ def paired_gap(
 # %% ../../nbs/training/05_experiment.ipynb #5f392076
 @dataclass(frozen=True)
 class Comparison:
-    "The outcome of `compare`: one entry an arm, and the entropies that put the losses in proportion."
+    """The outcome of `compare`: one entry an arm,
+    and the entropies that put the losses in proportion."""
     arms: list[dict[str, Any]]  # of the first seed, each with `config`, `record` (run.json), `loss` (a number a step), `val` ([step, loss, perplexity])
     unigram_entropy: float  # nats per token of the validation text
     bigram_entropy: float  # nats per token: the best that any table of token pairs can do on it
@@ -150,7 +164,8 @@ class Comparison:
         return [arms[place] for arms in (self.arms, *self.further)]
 
     def rows(self) -> list[dict[str, Any]]:
-        "One row an arm: the table of results, means over the seeds; None where a run has no such number."
+        """One row an arm: the table of results, means over the seeds;
+        None where a run has no such number."""
         return [_row(self, arm) for arm in self.arms]
 
     def save(self, path: Path | str) -> None:
@@ -194,7 +209,8 @@ def _row(result: Comparison, arm: dict[str, Any]) -> dict[str, Any]:
 
 # %% ../../nbs/training/05_experiment.ipynb #750264c8
 def read_arm(path: Path | str) -> dict[str, Any]:
-    "One run folder as an entry of a `Comparison`; InputError if its metrics were changed after it ended."
+    """One run folder as an entry of a `Comparison`;
+    InputError if its metrics were changed after it ended."""
     folder = RunFolder(path)
     check_log(folder)
     rows = folder.metrics()
@@ -212,7 +228,8 @@ def compare(
     announce: Callable[[list[Trainer]], None] | None = None,  # is given all trainers before the first step
     seeds: int = 1,  # runs of each arm, with the config's seed and those after it
 ) -> Comparison:
-    "Runs every arm that is not finished yet and gathers the results; every config is checked before the first step."
+    """Runs every arm that is not finished yet and gathers the results;
+    every config is checked before the first step."""
     configs = list(configs)
     check_arms(configs)
     everything = with_seeds(configs, seeds)

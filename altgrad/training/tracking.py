@@ -45,14 +45,17 @@ def json_line(
     row = {key: None if key in bad else value for key, value in row.items()}
     if bad: row["nonfinite"] = bad
     if "events" in row:
-        row["events"] = [{k: str(v) if _not_finite(v) else v for k, v in e.items()} for e in row["events"]]
+        row["events"] = [
+            {k: str(v) if _not_finite(v) else v for k, v in e.items()} for e in row["events"]
+        ]
     return json.dumps(row, allow_nan=False)
 
 # %% ../../nbs/training/02_tracking.ipynb #b762cd60
 _PACKAGES = ("altgrad", "torch", "numpy", "tokenizers", "datasets")
 
 def versions() -> dict[str, str | None]:
-    "Versions of Python and of the packages that can change a result; None for one that is not installed."
+    """Versions of Python and of the packages that can change a result;
+    None for one that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try: found[name] = importlib.metadata.version(name)
@@ -67,7 +70,8 @@ def _cpu_name() -> str:
                 platform.machine())
 
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
-    "What computed: operating system, processor and its instructions that torch uses, cores, torch's threads, the GPU."
+    """What computed: operating system, processor and its instructions that torch uses,
+    cores, torch's threads, the GPU."""
     facts = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu_name(),
              "capability": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count(),
              "threads": torch.get_num_threads()}
@@ -76,7 +80,8 @@ def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 # %% ../../nbs/training/02_tracking.ipynb #cea145f0
 def git_commit() -> str | None:
-    "The commit of the checkout that altgrad runs from, with '+' for uncommitted changes; None outside a checkout."
+    """The commit of the checkout that altgrad runs from, with '+' for uncommitted changes;
+    None outside a checkout."""
     def git(*args):
         return subprocess.run(["git", "-C", str(Path(__file__).parent), *args], capture_output=True,
                               text=True)
@@ -90,7 +95,8 @@ CODE = ("altgrad", ".ci", "tests", "nbs/studies/experiments",
         "nbs/studies/benchmarks")  # what a measurement depends on; results are not
 
 def code_commit() -> str | None:
-    "The commit, as `git_commit`, but with '+' only where the code differs from it, and not the stored results."
+    """The commit, as `git_commit`, but with '+' only where the code differs from it,
+    and not the stored results."""
     commit, root = git_commit(), Path(__file__).resolve().parents[2]
     if commit is None: return None
     changed = subprocess.run(["git", "-C", str(root), "status", "--porcelain", "--", *CODE],
@@ -106,10 +112,16 @@ def _read_record(path: Path) -> dict[str, Any]:
     "The content of a run.json; InputError in one line if it is damaged."
     try: record = parse_json(read_small(path, LARGEST_RECORD))
     except ValueError: record = None
-    if not isinstance(record, dict): raise InputError(f"{path} is damaged: remove it, or the folder")
-    for key, kind in {"exit_reason": str, "corpus": dict, "results": dict, "compute_dtype": str, "compile": str, "bit_histogram": list, "steps": int,
-                      "metrics_sha256": str}.items():
-        if key in record and type(record[key]) is not kind: raise InputError(f"{path} is damaged: {key} is not a {kind.__name__}; remove it, or the folder")
+    if not isinstance(record, dict):
+        raise InputError(f"{path} is damaged: remove it, or the folder")
+    for key, kind in {
+        "exit_reason": str, "corpus": dict, "results": dict, "compute_dtype": str, "compile": str,
+        "bit_histogram": list, "steps": int, "metrics_sha256": str,
+    }.items():
+        if key in record and type(record[key]) is not kind:
+            raise InputError(
+                f"{path} is damaged: {key} is not a {kind.__name__}; remove it, or the folder"
+            )
     results = record.get("results", {})
     if any(results.get(key) is not None and not is_number(results[key]) for key in _RESULTS):
         raise InputError(f"{path} is damaged: results hold no numbers")
@@ -127,16 +139,22 @@ class StoredRun:
         self._files = self.config_file, self.record_file, self.metrics_file, self.lock_file
 
     def stored_config(self) -> dict | None:
-        "The config of the run that is here, or None; InputError if the folder holds something else."
+        """The config of the run that is here, or None;
+        InputError if the folder holds something else."""
         if self.config_file.is_file():
             try: config = read_yaml(self.config_file)
             except InputError as e: raise InputError(f"{e}; remove it, or the folder") from None
             if not isinstance(config, dict):
-                raise InputError(f"{self.config_file} is damaged; choose another --out or name, or remove that folder")
+                raise InputError(
+                    f"{self.config_file} is damaged; choose another --out or name, or remove that "
+                    "folder"
+                )
             return config
         if self.path.is_dir() and not all(p.name == "lock" or p.name.startswith(".config.yaml.")
                                           for p in self.path.iterdir()):
-            raise InputError(f"{self.path} exists and is not a run folder; choose another --out or name")
+            raise InputError(
+                f"{self.path} exists and is not a run folder; choose another --out or name"
+            )
         return None
 
     def record(self) -> dict[str, Any]:
@@ -159,12 +177,15 @@ def check_place(
     path: Path,
     hint: str = "choose another --out or name",
 ) -> None:
-    "InputError unless a folder can be made at `path`; tries it in the nearest folder that exists, and leaves nothing."
+    """InputError unless a folder can be made at `path`;
+    tries it in the nearest folder that exists, and leaves nothing."""
     try:
         place = next(p for p in (path, *path.absolute().parents) if p.exists() or p.is_symlink())
         if not place.exists(): raise OSError(0, "it is a link to nothing")
         new = path.absolute().relative_to(place.absolute()).parts
-        if max((len(os.fsencode(part)) for part in new), default=0) > os.pathconf(place, "PC_NAME_MAX"):
+        if max((len(os.fsencode(part)) for part in new), default=0) > os.pathconf(
+            place, "PC_NAME_MAX"
+        ):
             raise OSError(0, "name too long")
         with tempfile.TemporaryFile(dir=place): pass
     except OSError as e:
@@ -178,10 +199,16 @@ def state_of(run: StoredRun) -> str:
     "running, killed, or why it ended."
     reason = run.record().get("exit_reason", "not begun")
     if reason != "running": return str(reason)
-    return "running" if run.in_use() else "killed (its record says running, but no process holds the folder); the same command goes on"
+    return (
+        "running"
+        if run.in_use()
+        else "killed (its record says running, but no process holds the folder); the same command "
+             "goes on"
+    )
 
 def _number(value: Any) -> str: return f"{value:.4f}" if isinstance(value, (int, float)) else "-"
 
+# %% ../../nbs/training/02_tracking.ipynb #2b9bcf01
 def heights(
     values: list[float],  # finite
     parts: int = 128,  # at most
@@ -193,6 +220,7 @@ def heights(
     low, span = min(means, default=0.0), (max(means, default=0.0) - min(means, default=0.0)) or 1.0
     return [(m - low) / span for m in means]
 
+# %% ../../nbs/training/02_tracking.ipynb #0b00a152
 def _html(run: StoredRun) -> str:
     "A run's losses over a table of facts."
     try:
@@ -216,7 +244,8 @@ def _html(run: StoredRun) -> str:
 
 # %% ../../nbs/training/02_tracking.ipynb #d19a8268
 def _try_lock(file: Any, exclusive: bool = True) -> bool:
-    "Whether an open file is locked now, until it is closed; also true where the system has no such locks."
+    """Whether an open file is locked now, until it is closed;
+    also true where the system has no such locks."""
     try: import fcntl
     except ModuleNotFoundError: return True
     try: fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -231,7 +260,10 @@ def _wait_for_lock(file: Any, seconds: float = 0.5) -> bool:
     return got
 
 def _in_use(path: Path) -> InputError:
-    return InputError(f"{path} is in use: another process writes to this run; wait for it, or choose another --out or name")
+    return InputError(
+        f"{path} is in use: another process writes to this run; wait for it, or choose another "
+        "--out or name"
+    )
 
 # %% ../../nbs/training/02_tracking.ipynb #174e665f
 class RunFolder(StoredRun):
@@ -248,7 +280,8 @@ class RunFolder(StoredRun):
             yield
 
     def check(self, config: dict) -> bool:
-        "Whether this very run is here already; InputError if another one is, if it is in use, or if none can be."
+        """Whether this very run is here already; InputError if another one is,
+        if it is in use, or if none can be."""
         return _is_here(self, config)
 
     def create(self, config_text: str) -> None:
@@ -289,30 +322,43 @@ class RunFolder(StoredRun):
 def check_log(
     run: StoredRun,
 ) -> None:
-    "Raises an InputError if the metrics of a run that has ended are not those that it logged; of other runs nothing is known."
+    """Raises an InputError if the metrics of a run that has ended are not those that it logged;
+    of other runs nothing is known."""
     told = run.record().get("metrics_sha256")
     if told is not None and told != RunFolder(run.path).log_hash():
-        raise InputError(f"{run.metrics_file} is not what the run logged (its SHA-256 is not the one in run.json); put it back, or remove the folder")
+        raise InputError(
+            f"{run.metrics_file} is not what the run logged (its SHA-256 is not the one in "
+            "run.json); put it back, or remove the folder"
+        )
 
 # %% ../../nbs/training/02_tracking.ipynb #aff2d0d9
 def _is_here(folder: RunFolder, config: dict) -> bool:
     "`RunFolder.check`."
     check_place(folder.path)
-    for path, fits in [(p, p.is_file()) for p in folder._files] + [(p, p.is_dir())
-                                                                   for p in (folder.checkpoints.folder, folder.series_folder)]:
+    for path, fits in [(p, p.is_file()) for p in folder._files] + [
+        (p, p.is_dir()) for p in (folder.checkpoints.folder, folder.series_folder)
+    ]:
         if os.path.lexists(path) and not fits:
-            raise InputError(f"{path} is not what a run has there; choose another --out or name, or remove it")
+            raise InputError(
+                f"{path} is not what a run has there; choose another --out or name, or remove it"
+            )
     for held in (folder.checkpoints.folder, folder.series_folder):
         for path in held.iterdir() if held.is_dir() else ():
             if path.is_dir():
-                raise InputError(f"{path} is a folder, where a run has files; choose another --out or name, or remove it")
+                raise InputError(
+                    f"{path} is a folder, where a run has files; choose another --out or name, or "
+                    "remove it"
+                )
     if folder.in_use(): raise _in_use(folder.path)
     stored = folder.stored_config()
     if stored is None: return False
     for key in {**config, **stored}:
         if config.get(key) != stored.get(key):
-            raise InputError(f"{folder.path} holds a run with {key}={stored.get(key)!r}, not {config.get(key)!r}; "
-                             "choose another --out or name, or remove that folder")
+            raise InputError(
+                f"{folder.path} holds a run with {key}={stored.get(key)!r}, not "
+                f"{config.get(key)!r}; "
+                "choose another --out or name, or remove that folder"
+            )
     return True
 
 # %% ../../nbs/training/02_tracking.ipynb #e92034a2
@@ -334,7 +380,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 # %% ../../nbs/training/02_tracking.ipynb #2d7b2ad6
 def _line_ends(path: Path) -> list[int]:
-    "Where the lines of the steps 1, 2, 3 ... end, in bytes, as far as each is whole and in its place."
+    """Where the lines of the steps 1, 2, 3 ...
+    end, in bytes, as far as each is whole and in its place."""
     ends: list[int] = []
     at = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
@@ -385,11 +432,13 @@ def wandb_settings() -> Any:  # a `wandb.Settings`
     return wandb.Settings(silent=True, console="off", init_timeout=20, x_disable_stats=True,
                           x_disable_meta=True, disable_git=True, save_code=False)
 
+# %% ../../nbs/training/02_tracking.ipynb #899db460
 def _open_wandb(mirror: "Mirror") -> Any:
     "wandb's run: online if it is asked for and possible, else offline."
     import wandb
 
-    os.environ.setdefault("WANDB_HTTP_TIMEOUT", "4")  # seconds for the key's check; twice 10 by itself, and a short run would wait for it at its end
+    # seconds for the key's check; twice 10 by itself, and a short run would wait for it at its end
+    os.environ.setdefault("WANDB_HTTP_TIMEOUT", "4")
     folder, settings = mirror.folder, wandb_settings()
     facts = dict(project="altgrad", id=_id_of(folder), name=folder.path.name,
                  group=folder.path.absolute().parent.name, dir=folder.path, resume="allow",
@@ -402,6 +451,7 @@ def _open_wandb(mirror: "Mirror") -> Any:
         mirror.say(f"{first_line(e)}; going on offline, `wandb sync` sends it later")
     return wandb.init(mode="offline", **facts)
 
+# %% ../../nbs/training/02_tracking.ipynb #fe6ea1ad
 def first_line(e: BaseException) -> str:
     "What an error says, in one line; its kind if it says nothing."
     return (str(e).strip() or type(e).__name__).splitlines()[0]
@@ -409,7 +459,11 @@ def first_line(e: BaseException) -> str:
 # %% ../../nbs/training/02_tracking.ipynb #b064f194
 def _mirror_row(run: Any, row: dict[str, Any]) -> None:
     "Logs a row's numbers under its step (NaN and infinities too), and its events as alerts."
-    numbers = {key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
+    numbers = {
+        key: value
+        for key, value in row.items()
+        if isinstance(value, (int, float)) and key != "step"
+    }
     run.log(numbers, step=row["step"])
     for event in row.get("events", ()):
         where = " ".join(str(event[key]) for key in ("kind", "layer", "metric")
@@ -420,7 +474,8 @@ def _mirror_row(run: Any, row: dict[str, Any]) -> None:
 
 # %% ../../nbs/training/02_tracking.ipynb #68bad738
 class Mirror:
-    "Copies a run's rows to wandb from its own thread; never raises, waits at most `patience` s, says once what went wrong."
+    """Copies a run's rows to wandb from its own thread; never raises,
+    waits at most `patience` s, says once what went wrong."""
     def __init__(
         self,
         folder: RunFolder,
@@ -447,7 +502,11 @@ class Mirror:
 
     def _work(self, before: list[dict[str, Any]]) -> None:
         try:
-            there = {step for part in read_wandb(self.folder.path) for step in part["rows"]} if before else set()
+            there = (
+                {step for part in read_wandb(self.folder.path) for step in part["rows"]}
+                if before
+                else set()
+            )
             run = _open_wandb(self)
             for row in before:
                 if row["step"] not in there: _mirror_row(run, row)
@@ -465,7 +524,10 @@ class Mirror:
         if self.thread.is_alive():
             self.thread.join(self.patience if kind is None else min(5.0, self.patience))
         if self.thread.is_alive():
-            self.say(f"not done after {self.patience:g} s; the mirror may lack the last steps, metrics.jsonl has all")
+            self.say(
+                f"not done after {self.patience:g} s; the mirror may lack the last steps, "
+                "metrics.jsonl has all"
+            )
 
 # %% ../../nbs/training/02_tracking.ipynb #c19dfe95
 def _wandb_pieces(data: bytes) -> Iterator[bytes]:
@@ -485,6 +547,7 @@ def _wandb_pieces(data: bytes) -> Iterator[bytes]:
             yield record
             record = b""
 
+# %% ../../nbs/training/02_tracking.ipynb #2158854c
 def read_wandb(
     folder: Path | str,  # a run's folder
 ) -> list[dict[str, Any]]:  # one for each wandb folder, in order of time: id, name, config, rows (step -> metric -> number), alerts

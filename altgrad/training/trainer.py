@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
+# %% ../../nbs/training/04_trainer.ipynb #a69456bb
 from ..basics import InputError
 from ..numbers.formats import get_format
 from ..numbers.kernels import rounding_key
@@ -52,7 +53,8 @@ from .tracking import (MIRRORS, MetricsLog, Mirror, RunFolder, check_log,
 
 # %% ../../nbs/training/04_trainer.ipynb #183f42d1
 class Trainer:
-    "Trains one model as its config says; whatever is wrong with the config is found before anything is written."
+    """Trains one model as its config says;
+    whatever is wrong with the config is found before anything is written."""
     def __init__(
         self,
         config: TrainConfig,
@@ -84,7 +86,8 @@ class Trainer:
         self.begun = False
 
     def run(self, progress: bool = True) -> dict[str, Any]:
-        "Train, or go on, or return what is finished already: the content of run.json. May be called again."
+        """Train, or go on, or return what is finished already:
+        the content of run.json. May be called again."""
         if record := first(self.record.finished): return record
         with ExitStack() as stack:
             first(stack.enter_context, self.folder.lock())
@@ -122,7 +125,8 @@ class Trainer:
             self.watch.check(row)
 
     def measure(self, row: dict[str, Any]) -> dict[str, Any]:
-        "Complete a row: what the monitors saw, the speed, an evaluation that is due, and the step's events."
+        """Complete a row: what the monitors saw, the speed,
+        an evaluation that is due, and the step's events."""
         row = self.watch.end(row) | self.clock.read()
         said = [*self.learner.events(), *self.guard.events(row)]
         if row["step"] % self.config.eval_every == 0 or row["step"] == self.config.max_steps:
@@ -158,12 +162,14 @@ class Learner:
         batches: list[tuple[torch.Tensor, torch.Tensor]],
         measured: bool = False,  # whether monitors look into the model, which a compiled one does not allow
     ) -> torch.Tensor:
-        "Accumulate the gradient of the batches' mean loss; return that loss, of this process, in float64."
+        """Accumulate the gradient of the batches' mean loss;
+        return that loss, of this process, in float64."""
         c, mean = self.config, torch.zeros((), dtype=torch.float64, device=self.compute.device)
         for optimizer in self.optimizers: optimizer.zero_grad(set_to_none=True)
         with rounded_once(self.model, leaves=self.compute.compiled):
             for x, y in batches:
-                with self.compute.autocast(): loss = self.loss(x, y, compiled=not measured) / world()
+                with self.compute.autocast():
+                    loss = self.loss(x, y, compiled=not measured) / world()
                 share = loss / c.grad_accum
                 (loss if c.accumulation == "rescaled" else share).backward()
                 mean = mean + share.detach().double()
@@ -175,8 +181,10 @@ class Learner:
         return nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
 
     def update(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> dict[str, Any]:
-        "Step the optimizers, unless loss or gradient are not finite; return the first part of the step's row."
-        mean, size = torch.stack([*total([loss]), norm.double()]).tolist()  # what follows needs both; all else is queued
+        """Step the optimizers, unless loss or gradient are not finite;
+        return the first part of the step's row."""
+        # what follows needs both; all else is queued
+        mean, size = torch.stack([*total([loss]), norm.double()]).tolist()
         lr = set_rates(self.optimizers, step, self.config)
         row = {"step": step, "loss": mean, "perplexity": perplexity(mean), "lr": lr}
         if len(self.optimizers) > 1: row["rule_lr"] = self.optimizers[0].param_groups[0]["lr"]
@@ -201,7 +209,8 @@ def batch_of(
     return corpus.batch(c.batch_size, c.block_size, c.seed, step, micro)
 
 def finish_gradient(model: nn.Module, c: TrainConfig) -> None:
-    "Add up over processes, divide what was accumulated at full size, and round what the config says."
+    """Add up over processes, divide what was accumulated at full size,
+    and round what the config says."""
     parts = [(p, p.grad) for p in model.parameters() if p.grad is not None]
     sums = total([g for _, g in parts])
     for (p, _), g in zip(parts, sums):
@@ -214,6 +223,7 @@ MAX_NONFINITE = 10  # consecutive skipped updates that end a run
 class EarlyStop(Exception):
     "Ends a run before its last step, with a reason for its record."
 
+# %% ../../nbs/training/04_trainer.ipynb #f4156883
 class NonfiniteGuard:
     "Counts what is not finite: skipped updates in a row, and weights that a grid refused."
     def __init__(self, model: nn.Module):
@@ -222,7 +232,8 @@ class NonfiniteGuard:
         self.refused = 0  # weights so far
 
     def refused_weights(self) -> dict[str, Any]:
-        "Return what the last update could not write; an update that could write nothing counts as skipped."
+        """Return what the last update could not write;
+        an update that could write nothing counts as skipped."""
         grids = list(grid_weights(self.model).values())
         refused = int(sum(grid.how["nonfinite"] for grid in grids))
         new, self.refused = refused - self.refused, refused
@@ -235,14 +246,23 @@ class NonfiniteGuard:
         self.skipped = self.skipped + 1 if row.get("skipped") else 0
         if self.skipped != 1: return []
         metric = nonfinite_metric(row)
-        return [{"kind": "nonfinite", "metric": metric, "value": row[metric], "text": "the update was skipped"}]
+        return [
+            {
+                "kind": "nonfinite", "metric": metric, "value": row[metric],
+                "text": "the update was skipped",
+            }
+        ]
 
     def check(self, row: dict[str, Any]) -> None:
         "EarlyStop after `MAX_NONFINITE` skipped updates in a row."
         if self.skipped < MAX_NONFINITE: return
         what = "the new weights" if row.get("nonfinite_weights") else "loss or gradient"
-        raise EarlyStop(f"stopped at step {row['step']}: {what} not finite in {MAX_NONFINITE} consecutive updates")
+        raise EarlyStop(
+            f"stopped at step {row['step']}: {what} not finite in {MAX_NONFINITE} consecutive "
+            "updates"
+        )
 
+# %% ../../nbs/training/04_trainer.ipynb #455b8829
 def nonfinite_metric(row: dict[str, Any]) -> str:
     "Return the metric of a skipped update that was not finite first."
     if not math.isfinite(row["loss"]): return "loss"
@@ -299,17 +319,24 @@ class Clock:
 def resolve_device(
     name: str,  # auto, cpu, cuda or cuda:<n>
 ) -> torch.device:
-    "Return the device to train on, of several processes each its own; InputError if CUDA is asked for and absent."
-    if name == "auto" and world() == 1: return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the device to train on, of several processes each its own;
+    InputError if CUDA is asked for and absent."""
+    if name == "auto" and world() == 1:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu" or name == "auto" and not torch.cuda.is_available(): return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError(f"device {name}: no CUDA device is available; allowed: auto, cpu")
     if world() > 1 and ":" in name:
-        raise InputError(f"device {name} is one device, and there are {world()} processes; allowed: auto, cpu, cuda")
+        raise InputError(
+            f"device {name} is one device, and there are {world()} processes; allowed: auto, cpu, "
+            "cuda"
+        )
     own = os.environ.get("LOCAL_RANK", "0") if world() > 1 else "0"
     count, index = torch.cuda.device_count(), name.partition(":")[2] or own
     if not index.isdigit() or int(index) >= count:
-        raise InputError(f"device {name}: there are {count} CUDA devices; allowed: cuda:0 to cuda:{count - 1}")
+        raise InputError(
+            f"device {name}: there are {count} CUDA devices; allowed: cuda:0 to cuda:{count - 1}"
+        )
     return torch.device("cuda", int(index))
 
 # %% ../../nbs/training/04_trainer.ipynb #9f165834
@@ -336,11 +363,14 @@ class Compute:
 
     def autocast(self) -> torch.autocast:
         "Return a context in which products have the run's dtype."
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16
+        )
 
 # %% ../../nbs/training/04_trainer.ipynb #4941555c
 class CompiledLoss:
-    "The loss of a micro-batch, by the compiled model where there is one, until the compiler gives up."
+    """The loss of a micro-batch, by the compiled model where there is one,
+    until the compiler gives up."""
     def __init__(self, model: nn.Module, compiled: bool):
         self.model = model
         self.forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
@@ -350,7 +380,11 @@ class CompiledLoss:
         model: Any = self.forward if compiled else self.model
         try: return loss_of(model, x, y)
         except Exception as e:
-            if model is self.model or not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")): raise
+            if model is self.model or not type(e).__module__.startswith((
+                "torch._dynamo",
+                "torch._inductor",
+            )):
+                raise
             self.forward = self.model
             text = f"the compiler gave up, and the run goes on without it: {first_line(e)}"
             self.said.append({"kind": "warning", "metric": "compile", "text": text})
@@ -361,7 +395,8 @@ def lr_at(
     step: int,  # the update about to be made, from 1
     c: TrainConfig,
 ) -> float:
-    "Return an update's learning rate: linear warm-up to `lr`, then a cosine to `lr * min_lr_ratio` at `max_steps`."
+    """Return an update's learning rate: linear warm-up to `lr`,
+    then a cosine to `lr * min_lr_ratio` at `max_steps`."""
     if step <= c.warmup_steps: return c.lr * step / c.warmup_steps
     progress = (step - c.warmup_steps) / max(1, c.max_steps - c.warmup_steps)
     return c.lr * (c.min_lr_ratio + (1 - c.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -380,7 +415,9 @@ def _adamw(parameters: list[nn.Parameter], c: TrainConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": c.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=c.lr, betas=(c.beta1, c.beta2), fused=True)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=c.lr, betas=(c.beta1, c.beta2), fused=True
+    )
 
 def make_optimizers(
     model: nn.Module,
@@ -399,7 +436,8 @@ def make_optimizers(
 
 # %% ../../nbs/training/04_trainer.ipynb #791d10fe
 def _quantize(model: GPT, c: TrainConfig) -> None:
-    "Gives the model the points of the config: its rules first, then the head's if it has any, then everyone's."
+    """Gives the model the points of the config: its rules first,
+    then the head's if it has any, then everyone's."""
     both = {"activation": c.activation, "gradient": c.gradient}
     head = [LayerPrecisionRule(HEADS[c.task], c.head, **both)] if c.head else []
     everyone = LayerPrecisionRule("*", c.format, weight_gradient=c.weight_gradient, **both)
@@ -415,7 +453,11 @@ def make_model(
     "Make the run's GPT with its initial weights, quantized if the config names a format."
     torch.manual_seed(c.seed)
     shape = preset(c.model, vocab_size=vocab_size, block_size=c.block_size, dropout=c.dropout)
-    model = Classifier(shape, labelled.pad, labelled.targets["train"].mean(0)) if labelled else GPT(shape)
+    model = (
+        Classifier(shape, labelled.pad, labelled.targets["train"].mean(0))
+        if labelled
+        else GPT(shape)
+    )
     model = model.to(device)
     rounds = any((c.format, c.activation, c.gradient, c.weight_gradient, c.head, c.rules))
     if rounds and STORAGES[c.storage].quantized: _quantize(model, c)
@@ -428,7 +470,8 @@ def find_corpus(
     c: TrainConfig,
     corpus: Corpus | None = None,  # one that is loaded already
 ) -> Corpus:
-    "Load the config's corpus; InputError if it is too short, or if batches cannot be cut into equal parts."
+    """Load the config's corpus; InputError if it is too short,
+    or if batches cannot be cut into equal parts."""
     load = load_labelled if c.task else load_corpus
     if corpus is None: corpus = load(c.data, c.tokenizer)
     if isinstance(corpus, LabelledCorpus) != (c.task == "multilabel"):
@@ -437,7 +480,9 @@ def find_corpus(
     windows = len(corpus.validation(c.block_size, c.eval_windows)[0]) if world() > 1 else 0
     for name, count in (("batch_size", c.batch_size), ("eval_windows", windows)):
         if count % world():
-            raise InputError(f"{name} must be a multiple of the number of processes, {world()}, not {count}")
+            raise InputError(
+                f"{name} must be a multiple of the number of processes, {world()}, not {count}"
+            )
     return corpus
 
 # %% ../../nbs/training/04_trainer.ipynb #06ecd3ae
@@ -450,7 +495,9 @@ class Watch:
         self.shadow: Shadow | None = None
         self.series: SeriesLog | None = None
         self.interventions: Interventions | None = None
-        self.alarms, self.evaluations, self.events = Alarms(), list[tuple[int, float]](), list[Event]()
+        self.alarms = Alarms()
+        self.evaluations = list[tuple[int, float]]()
+        self.events = list[Event]()
         if c.monitor_every is None: return
         self.monitors = Monitors(self.model, trainer.optimizers, c.monitor_every or None)
         if rank() == 0: self.series = SeriesLog(self.folder.path / "series")
@@ -458,7 +505,9 @@ class Watch:
             self.shadow = Shadow(self.model, c.shadow_every)
             self.monitors.readers.append(shadow_metrics)
         if c.interventions:
-            self.interventions = Interventions(self.model, trainer.optimizers, words_of(c.interventions))
+            self.interventions = Interventions(
+                self.model, trainer.optimizers, words_of(c.interventions)
+            )
 
     @property
     def measures(self) -> bool:
@@ -488,7 +537,8 @@ class Watch:
         if measured: row = row | measured_columns(measured, row, self.config, self.device)
         if measured and self.series: self.series.append(measured)
         crossed = self.alarms.check(self.step, row["loss"], measured)
-        told = [warning_event(a) for a in crossed if a.metric != "loss"]  # of a loss that is not finite the guard tells
+        # of a loss that is not finite the guard tells
+        told = [warning_event(a) for a in crossed if a.metric != "loss"]
         if measured and self.interventions:
             acts = self.interventions.act(self.step, not row.get("skipped"), measured)
             self.events += acts
@@ -501,7 +551,10 @@ class Watch:
         if window is None or "val_loss" not in row or len(self.evaluations) < window: return
         steps, losses = zip(*self.evaluations[-window:])
         if converged(steps, losses):
-            raise EarlyStop(f"finished at step {row['step']}: converged, judged by the last {window} evaluations")
+            raise EarlyStop(
+                f"finished at step {row['step']}: converged, judged by the last {window} "
+                "evaluations"
+            )
 
     def facts(self) -> dict[str, Any]:
         "Return what the record says of a run that was watched; nothing of one that was not."
@@ -513,12 +566,18 @@ class Watch:
 def warning_event(a: Alert) -> dict[str, Any]:
     "Return a line that was crossed as an event of its step."
     kind = "divergence" if a.metric == "loss_rise" else "warning"
-    return {"kind": kind, "metric": a.metric, "value": a.value, "text": f"the line is at {a.limit:g}"}
+    return {
+        "kind": kind,
+        "metric": a.metric,
+        "value": a.value,
+        "text": f"the line is at {a.limit:g}",
+    }
 
 def intervention_event(e: Event) -> dict[str, Any]:
     "Return what an intervention did as an event of its step."
     return {"kind": "intervention", "layer": e.where, "metric": e.what, "text": str(e)}
 
+# %% ../../nbs/training/04_trainer.ipynb #b1fe9064
 def measured_columns(
     m: Measurement,
     row: dict[str, Any],  # with its gradient norm
@@ -529,7 +588,8 @@ def measured_columns(
     if not m.values: return {}
     values = m.overall()
     columns: dict[str, Any] = {"memory_bytes": memory_bytes(device)}
-    for name in ("overflow_rate", "underflow_rate"): columns[name] = values.get(f"quantization/all/weight/{name}")
+    for name in ("overflow_rate", "underflow_rate"):
+        columns[name] = values.get(f"quantization/all/weight/{name}")
     unchanged = values.get("updates/all/code_unchanged_rate")
     columns["bit_stall_rate"] = values.get("updates/all/bit_stall_rate", unchanged)
     columns |= values
@@ -538,7 +598,11 @@ def measured_columns(
 
 # %% ../../nbs/training/04_trainer.ipynb #03645596
 def _stateful(watch: Watch) -> dict[str, Any]:
-    parts = {"alarms": watch.alarms, "monitors": watch.monitors, "interventions": watch.interventions}
+    parts = {
+        "alarms": watch.alarms,
+        "monitors": watch.monitors,
+        "interventions": watch.interventions,
+    }
     return {key: kept for key, kept in parts.items() if kept}
 
 def watch_state(
@@ -547,6 +611,7 @@ def watch_state(
     "Return what a checkpoint keeps of a `Watch`."
     return {key: kept.state_dict() for key, kept in _stateful(watch).items()}
 
+# %% ../../nbs/training/04_trainer.ipynb #bb20c272
 def load_watch_state(
     watch: Watch,
     state: dict[str, Any] | None,  # from `watch_state`; None leaves everything as it is
@@ -560,14 +625,20 @@ def restore_formats(
     watch: Watch,
     checkpoint: bytes,
 ) -> None:
-    "Give the model the formats that interventions had given it when the checkpoint was made; before it is loaded."
+    """Give the model the formats that interventions had given it when the checkpoint was made;
+    before it is loaded."""
     if not watch.interventions: return
     try: state = load_tensors(checkpoint, watch.device)["extra"]["watch"]
     except Exception: return  # loading it will say what is wrong
     watch.interventions.load_state_dict(state["interventions"])
 
+# %% ../../nbs/training/04_trainer.ipynb #f9025e54
 def _evaluations(folder: RunFolder) -> list[tuple[int, float]]:
-    return [(row["step"], row["val_loss"]) for row in folder.metrics() if row.get("val_loss") is not None]
+    return [
+        (row["step"], row["val_loss"])
+        for row in folder.metrics()
+        if row.get("val_loss") is not None
+    ]
 
 def rewind_watch(
     watch: Watch,
@@ -580,6 +651,7 @@ def rewind_watch(
 # %% ../../nbs/training/04_trainer.ipynb #e6e55cf4
 PATIENCE = 10.0  # seconds between lines of progress, where nothing else is said
 
+# %% ../../nbs/training/04_trainer.ipynb #e28f72d1
 class RunProgress:
     "Shows how far a run is: a bar on a terminal, lines elsewhere."
     def __init__(self, c: TrainConfig, start: int, visible: bool = True):
@@ -588,8 +660,13 @@ class RunProgress:
         self.lines = visible and not console.is_terminal
         self.began = self.said = time.monotonic()
         note = TextColumn("{task.fields[note]}")
-        columns = TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), note, TimeRemainingColumn()
-        self.bar = Progress(*columns, console=console, disable=not visible or not console.is_terminal)
+        columns = (
+            TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), note,
+            TimeRemainingColumn(),
+        )
+        self.bar = Progress(
+            *columns, console=console, disable=not visible or not console.is_terminal
+        )
         self.task = self.bar.add_task(c.name, total=c.max_steps, completed=start, note="")
 
     def show(self, row: dict[str, Any]) -> None:
@@ -605,12 +682,15 @@ class RunProgress:
         print(text, file=sys.stderr, flush=True)
         self.said = now
 
+# %% ../../nbs/training/04_trainer.ipynb #be8c3fa1
 def duration(
     seconds: float,
 ) -> str:
     "Return a time as minutes:seconds, or hours:minutes:seconds."
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    return (
+        f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    )
 
 # %% ../../nbs/training/04_trainer.ipynb #4bd9ee8f
 @contextmanager
@@ -619,12 +699,16 @@ def recording(
     start: int,  # updates already made
     progress: bool,  # whether to show it
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    "Open a run's outputs; a function that takes each row. Only the first process writes, mirrors and shows it."
+    """Open a run's outputs; a function that takes each row.
+    Only the first process writes, mirrors and shows it."""
     if rank() > 0:
         yield lambda row: None
         return
     shown = RunProgress(trainer.config, start, progress)
-    with MetricsLog(trainer.folder) as log, Mirror(trainer.folder, trainer.mirror) as mirror, shown.bar:
+    with (
+        MetricsLog(trainer.folder) as log, Mirror(trainer.folder, trainer.mirror) as mirror,
+        shown.bar,
+    ):
         def record(row: dict[str, Any]) -> None:
             log.append(row)
             mirror.log(row)
@@ -648,19 +732,26 @@ class Checkpointer:
         entries = self.folder.checkpoints.entries() if odd or val is not None else []
         if odd and sum(e["anomaly"] is not None for e in entries) < MAX_ANOMALIES:
             self.save(step, log, anomaly=odd, batches=self._last_batches(step))
-        best_so_far = min((e["val_loss"] for e in entries if e["val_loss"] is not None), default=math.inf)
+        best_so_far = min(
+            (e["val_loss"] for e in entries if e["val_loss"] is not None), default=math.inf
+        )
         best = val is not None and val < best_so_far
         if best or step % c.checkpoint_every == 0 or step == c.max_steps: self.save(step, log, val)
 
     def save(
-        self, step: int, log: MetricsLog, val_loss: float | None = None, anomaly: str | None = None, **extra: Any,
+        self, step: int, log: MetricsLog, val_loss: float | None = None, anomaly: str | None = None,
+        **extra: Any,
     ) -> None:
         "Write a checkpoint, after the metrics that it relies on."
         t = self.trainer
         log.settle()
         if t.watch.series: t.watch.series.flush()
-        counts = {"seconds": t.clock.seconds, "skipped": t.guard.skipped, "watch": watch_state(t.watch)}
-        data = pack_state(t.model, t.optimizers, step, **counts, log=self.folder.log_hash(), **extra)
+        counts = {
+            "seconds": t.clock.seconds, "skipped": t.guard.skipped, "watch": watch_state(t.watch)
+        }
+        data = pack_state(
+            t.model, t.optimizers, step, **counts, log=self.folder.log_hash(), **extra
+        )
         self.folder.checkpoints.save(data, step, val_loss, anomaly)
 
     def _last_batches(self, step: int) -> dict[int, list]:
@@ -669,7 +760,8 @@ class Checkpointer:
         return {s: [batch_of(corpus, c, s, micro) for micro in range(c.grad_accum)] for s in steps}
 
     def resume(self) -> int:
-        "Make the folder, or take up the checkpoint in it and drop what was written after it; return the updates made."
+        """Make the folder, or take up the checkpoint in it and drop what was written after it;
+        return the updates made."""
         t, start = self.trainer, 0
         again, found = first(self._newest)
         if t.begun or again: t.build()
@@ -684,7 +776,8 @@ class Checkpointer:
         return start
 
     def _newest(self) -> tuple[bool, tuple[dict[str, Any], bytes] | None]:
-        "Make the folder; whether there were checkpoints in it, and the newest one that can be used."
+        """Make the folder; whether there were checkpoints in it,
+        and the newest one that can be used."""
         self.folder.create(self.trainer.config.to_yaml())
         checkpoints, series = self.folder.checkpoints, self.trainer.watch.series
         whole: float = self.folder.whole_steps()
@@ -714,16 +807,26 @@ class RunRecord:
     def __init__(self, trainer: Trainer): self.trainer, self.folder = trainer, trainer.folder
 
     def check(self) -> None:
-        "InputError if the run in the folder used another text or compute dtype, was compiled otherwise, or was changed."
+        """InputError if the run in the folder used another text or compute dtype,
+        was compiled otherwise, or was changed."""
         record, t = self.folder.record(), self.trainer
         if not record: return
-        here = {"corpus hash": t.corpus.hash, "compute dtype": t.compute.products, "compile": t.compute.compile}
-        there = {"corpus hash": record.get("corpus", {}).get("hash"), "compute dtype": record.get("compute_dtype"),
-                 "compile": record.get("compile", "off")}
+        here = {
+            "corpus hash": t.corpus.hash,
+            "compute dtype": t.compute.products,
+            "compile": t.compute.compile,
+        }
+        there = {
+            "corpus hash": record.get("corpus", {}).get("hash"),
+            "compute dtype": record.get("compute_dtype"),
+            "compile": record.get("compile", "off"),
+        }
         for fact in here:
             if here[fact] != there[fact]:
-                raise InputError(f"{self.folder.path} holds a run with {fact} {there[fact]}, not {here[fact]}; "
-                                 "choose another --out or name, or remove that folder")
+                raise InputError(
+                    f"{self.folder.path} holds a run with {fact} {there[fact]}, not {here[fact]}; "
+                    "choose another --out or name, or remove that folder"
+                )
         whole = self.folder.whole_steps() >= record.get("steps", 0)
         if whole: check_log(self.folder)  # with fewer steps the run goes on from there
 
@@ -734,7 +837,10 @@ class RunRecord:
         if not is_finished(record): return None
         if steps < record.get("steps", 0):
             file = self.folder.metrics_file
-            print(f"{file} is whole to step {steps} only: going on from there", file=sys.stderr, flush=True)
+            print(
+                f"{file} is whole to step {steps} only: going on from there", file=sys.stderr,
+                flush=True,
+            )
             return None
         series = self.trainer.watch.series
         whole = not series or series.listed is None or series.whole_steps() == math.inf
@@ -745,16 +851,24 @@ class RunRecord:
         t, c = self.trainer, self.trainer.config
         layers = [m for _, m in quantized_layers(t.model)]
         self.folder.write_record({
-            "name": c.name, "exit_reason": exit_reason, "seed": c.seed,
+            "name": c.name,
+            "exit_reason": exit_reason,
+            "seed": c.seed,
             "format": asdict(get_format(c.format)) if c.format else c.format,
             "compute_dtype": t.compute.products,
             "narrow_products": multiplies_narrow(t.model, t.compute.device, t.compute.dtype),
-            "device": str(t.compute.device), "processes": world(), "compile": t.compute.compile,
+            "device": str(t.compute.device),
+            "processes": world(),
+            "compile": t.compute.compile,
             "corpus": t.corpus.facts(),
             "parameters": sum(p.numel() for p in t.model.parameters()),
             "quantized_parameters": sum(m.weight.numel() for m in layers),
-            "versions": versions(), "machine": machine(t.compute.device), "git_commit": git_commit(),
-            "steps": len(self.folder.metrics()), **more})
+            "versions": versions(),
+            "machine": machine(t.compute.device),
+            "git_commit": git_commit(),
+            "steps": len(self.folder.metrics()),
+            **more,
+        })
 
     def finish(self, start: int, reason: str) -> dict[str, Any]:
         "Write the record of a run that has ended, and return it."
@@ -762,17 +876,24 @@ class RunRecord:
         if t.watch.series: t.watch.series.flush()
         results = run_results(self.folder.metrics(), t.clock.seconds)
         if reason == "finished": reason += blemish(results)
-        ends = {"continued_from_step": start, "results": results, "bit_histogram": bit_histogram(t.model)}
+        ends = {
+            "continued_from_step": start,
+            "results": results,
+            "bit_histogram": bit_histogram(t.model),
+        }
         self.write(reason, **ends, metrics_sha256=self.folder.log_hash(), **t.watch.facts())
         return self.folder.record()
 
     def give_up(self, e: BaseException) -> None:
         "Say in the record why the run ended before its time."
-        reason = "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {type(e).__name__}: {e}"
+        reason = (
+            "interrupted" if isinstance(e, KeyboardInterrupt) else f"error: {type(e).__name__}: {e}"
+        )
         with suppress(InputError):  # a disk that is full is full for the record too
             if not self.folder.config_file.is_file(): return
             try: self.write(reason)
-            except KeyboardInterrupt: self.write(reason)  # a signal came meanwhile, as torchrun's for a lost process
+            # a signal came meanwhile, as torchrun's for a lost process
+            except KeyboardInterrupt: self.write(reason)
 
 # %% ../../nbs/training/04_trainer.ipynb #6a772be3
 def run_results(
@@ -780,22 +901,32 @@ def run_results(
     seconds: float,  # that they took
 ) -> dict[str, Any]:
     "Return a run in a few numbers: the last evaluation, medians and means over steps."
-    def column(key: str) -> list[float]: return [row[key] for row in rows if row.get(key) is not None]
-    def mean(key: str) -> float | None: return statistics.fmean(column(key)) if column(key) else None
+    def column(key: str) -> list[float]:
+        return [row[key] for row in rows if row.get(key) is not None]
+    def mean(key: str) -> float | None:
+        return statistics.fmean(column(key)) if column(key) else None
     last = next((row for row in reversed(rows) if "val_loss" in row), {"val_loss": None})
     return {
         **{key: last[key] for key in last if key.startswith("val_") and key != "val_perplexity"},
         "skipped_updates": sum("skipped" in row for row in rows),
-        "nonfinite_updates": sum("nonfinite_weights" in row and "skipped" not in row for row in rows),
-        "tokens_per_s": statistics.median(column("tokens_per_s") or [0.0]), "wall_clock_s": seconds,
-        **{key: mean(key) for key in ("overflow_rate", "underflow_rate", "bit_stall_rate")}}
+        "nonfinite_updates": sum(
+            "nonfinite_weights" in row and "skipped" not in row for row in rows
+        ),
+        "tokens_per_s": statistics.median(column("tokens_per_s") or [0.0]),
+        "wall_clock_s": seconds,
+        **{key: mean(key) for key in ("overflow_rate", "underflow_rate", "bit_stall_rate")},
+    }
 
+# %% ../../nbs/training/04_trainer.ipynb #e84c5ba0
 def blemish(
     results: dict[str, Any],  # from `run_results`
 ) -> str:  # empty, or a clause to be added to "finished"
     "Say what a run that made all its steps must still admit."
     if results["val_loss"] is None: return ", but the validation loss is not finite"
-    counts = {"skipped": results["skipped_updates"], "not finite in part": results["nonfinite_updates"]}
+    counts = {
+        "skipped": results["skipped_updates"],
+        "not finite in part": results["nonfinite_updates"],
+    }
     said = " and ".join(f"{count} updates {what}" for what, count in counts.items() if count)
     return f", with {said}" if said else ""
 
@@ -804,7 +935,9 @@ def succeeded(record: dict[str, Any]) -> bool:
     loss = record.get("results", {}).get("val_loss")
     return record.get("exit_reason", "").startswith("finished") and loss is not None
 
+# %% ../../nbs/training/04_trainer.ipynb #a91e87b7
 def is_finished(record: dict[str, Any]) -> bool:
-    "Return whether a run made all its steps, or stopped for a reason that would stop it again, and has its results."
+    """Return whether a run made all its steps,
+    or stopped for a reason that would stop it again, and has its results."""
     ended = record.get("exit_reason", "").startswith(("finished", "stopped"))
     return ended and "val_loss" in record.get("results", {})

@@ -51,7 +51,8 @@ def out_of_range(
     rows: list[dict[str, Any]],  # of metrics.jsonl
     limits: dict[str, float],  # quantity -> limit
 ) -> list[Finding]:  # in order of steps, and within a step the furthest beyond its limit first
-    "What left its range: one finding a quantity and layer; the whole model's rate only where no layer has its own."
+    """What left its range: one finding a quantity and layer;
+    the whole model's rate only where no layer has its own."""
     names = [name for name in dict.fromkeys(n for r in rows for n in r)
              if parse_metric(name).quantity in limits]
     layered = {parse_metric(name).quantity for name in names if parse_metric(name).layer}
@@ -85,6 +86,7 @@ def first_lag(
         if len(streak) == WINDOW: return streak[0]
     return None
 
+# %% ../../nbs/views/02_autopsy.ipynb #5d263674
 def symptoms(
     rows: list[dict[str, Any]],  # of metrics.jsonl
     twin: dict[int, float] | None = None,  # step -> loss of a healthy run
@@ -98,8 +100,13 @@ def symptoms(
             found.append(Finding(row["step"], "nonfinite", "", "the loss is not finite"))
         for a in alarms.check(row["step"], math.nan if loss is None else loss):
             if a.metric != "loss_rise": continue
-            found.append(Finding(row["step"], "divergence", "",
-                                 f"the loss diverges: it rose by {a.value:.1%} in {alarms.thresholds.patience} steps"))
+            found.append(
+                Finding(
+                    row["step"], "divergence", "",
+                    f"the loss diverges: it rose by {a.value:.1%} in {alarms.thresholds.patience} "
+                    "steps",
+                )
+            )
     losses = {row["step"]: loss for row in rows if (loss := row.get("loss")) is not None}
     if twin and (step := first_lag(losses, twin)):
         found.append(Finding(step, "lag", "",
@@ -117,39 +124,93 @@ class Remedy(NamedTuple):
 LOWER = Remedy("a lower lr")
 MARGIN = Remedy("a scale with more margin")
 ANOMALY = "checkpoints/anomaly-*.pt has the weights and the last batches"
-ADVICE: dict[str, tuple[str, tuple[Remedy, ...], str]] = {  # what -> where it acts, what to try, and what else to know
-    "overflow_rate": ("forward precision",
-                      (Remedy("a format with more exponent bits", "format", ("E7M0",)), MARGIN, Remedy("a shorter amax history")), ""),
-    "underflow_rate": ("forward precision",
-                       (Remedy("a format with more exponent bits or with subnormals"), Remedy("scales for smaller blocks")), ""),
-    "kurtosis": ("forward precision",
-                 (Remedy("scales for smaller blocks"),
-                  Remedy("a clamp on outliers (residual_clamp)", "residual_clamp")),
-                 "a few large values use up the range"),
-    "bit_stall_rate": ("optimizer update", (
-        Remedy("stochastic rounding of the stored weights (storage=grid_stochastic)", "storage",
-               ("grid_stochastic",)),
-        Remedy("a step measured in ulps (rule=riemannian_adamw)", "rule",
-               ("riemannian_adamw", "grid_sgd")),
-        Remedy("FP32 master weights (storage=master)", "storage", ("master", "fp32"))), ""),
-    "cosine": ("gradient fidelity", (Remedy("more mantissa bits for activations and gradients"),
-                                     Remedy("stochastic rounding of gradients (a word in gradient=)", "gradient", ("stochastic",))), ""),
-    "dead_neurons": ("gradient fidelity",
-                     (Remedy("a format with more range for gradients"),
-                      Remedy("a scale of their own")),
-                     "their outputs' gradients round to zero"),
-    "entropy_share": ("forward precision", (LOWER, Remedy("more precision for attn.qkv")),
-                      "an attention head looks at one place only"),
-    "stable_rank": ("optimizer update", (LOWER, Remedy("more weight decay")),
-                    "a layer loses directions"),
-    "effective_rank": ("optimizer update", (LOWER, Remedy("more weight decay")),
-                       "a layer loses directions"),
+# what -> where it acts, what to try, and what else to know
+ADVICE: dict[str, tuple[str, tuple[Remedy, ...], str]] = {
+    "overflow_rate": (
+        "forward precision",
+        (
+            Remedy("a format with more exponent bits", "format", ("E7M0",)), MARGIN,
+            Remedy("a shorter amax history"),
+        ),
+        "",
+    ),
+    "underflow_rate": (
+        "forward precision",
+        (
+            Remedy("a format with more exponent bits or with subnormals"),
+            Remedy("scales for smaller blocks"),
+        ),
+        "",
+    ),
+    "kurtosis": (
+        "forward precision",
+        (
+            Remedy("scales for smaller blocks"),
+            Remedy("a clamp on outliers (residual_clamp)", "residual_clamp"),
+        ),
+        "a few large values use up the range",
+    ),
+    "bit_stall_rate": (
+        "optimizer update",
+        (
+            Remedy(
+                "stochastic rounding of the stored weights (storage=grid_stochastic)",
+                "storage",
+                ("grid_stochastic",),
+            ),
+            Remedy(
+                "a step measured in ulps (rule=riemannian_adamw)",
+                "rule",
+                ("riemannian_adamw", "grid_sgd"),
+            ),
+            Remedy("FP32 master weights (storage=master)", "storage", ("master", "fp32")),
+        ),
+        "",
+    ),
+    "cosine": (
+        "gradient fidelity",
+        (
+            Remedy("more mantissa bits for activations and gradients"),
+            Remedy(
+                "stochastic rounding of gradients (a word in gradient=)",
+                "gradient",
+                ("stochastic",),
+            ),
+        ),
+        "",
+    ),
+    "dead_neurons": (
+        "gradient fidelity",
+        (Remedy("a format with more range for gradients"), Remedy("a scale of their own")),
+        "their outputs' gradients round to zero",
+    ),
+    "entropy_share": (
+        "forward precision",
+        (LOWER, Remedy("more precision for attn.qkv")),
+        "an attention head looks at one place only",
+    ),
+    "stable_rank": (
+        "optimizer update",
+        (LOWER, Remedy("more weight decay")),
+        "a layer loses directions",
+    ),
+    "effective_rank": (
+        "optimizer update",
+        (LOWER, Remedy("more weight decay")),
+        "a layer loses directions",
+    ),
     "nonfinite_rate": ("forward precision", (LOWER, MARGIN), ANOMALY),
-    "nonfinite": ("gradient fidelity",
-                  (LOWER, Remedy("a longer warm-up"), Remedy("more range for gradients")), ANOMALY),
+    "nonfinite": (
+        "gradient fidelity",
+        (LOWER, Remedy("a longer warm-up"), Remedy("more range for gradients")),
+        ANOMALY,
+    ),
     "divergence": ("optimizer update", (LOWER, Remedy("a longer warm-up")), ANOMALY),
-    "lag": ("unknown", (Remedy("monitors (monitor_every=1)", "monitor_every"),),
-            "nothing that was measured explains it"),
+    "lag": (
+        "unknown",
+        (Remedy("monitors (monitor_every=1)", "monitor_every"),),
+        "nothing that was measured explains it",
+    ),
 }
 
 # %% ../../nbs/views/02_autopsy.ipynb #0770675e
@@ -163,10 +224,15 @@ def advice(
 
     def has(r: Remedy) -> bool:
         value = config.get(r.setting) if r.setting else None
-        return value is not None and (not r.words or any(word in str(value).split() for word in r.words))
+        return value is not None and (
+            not r.words or any(word in str(value).split() for word in r.words)
+        )
 
     left = [r.text for r in remedies if not has(r)]
-    named = " or ".join(filter(None, (", ".join(left[:-1]), *left[-1:]))) or "nothing: what usually helps is set"
+    named = (
+        " or ".join(filter(None, (", ".join(left[:-1]), *left[-1:])))
+        or "nothing: what usually helps is set"
+    )
     return where, f"{named}; {note}" if note else named
 
 # %% ../../nbs/views/02_autopsy.ipynb #083f385f
@@ -187,8 +253,10 @@ class Autopsy:
 
     def __str__(self) -> str: return "\n".join(_report(self))
 
+# %% ../../nbs/views/02_autopsy.ipynb #f344f5ae
 def _events(rows: list[dict[str, Any]], known: set[tuple[str, str]]) -> list[Finding]:
-    "The first event of each kind and layer, without what `symptoms` says and what is `known` (quantity, layer)."
+    """The first event of each kind and layer,
+    without what `symptoms` says and what is `known` (quantity, layer)."""
     found: dict[tuple[str, str], Finding] = {}
     for row in rows:
         for e in row.get("events", ()):
@@ -201,13 +269,16 @@ def _events(rows: list[dict[str, Any]], known: set[tuple[str, str]]) -> list[Fin
             found.setdefault((what, layer), Finding(row["step"], what, layer, f"{kind}: {text}"))
     return list(found.values())
 
+# %% ../../nbs/views/02_autopsy.ipynb #194fd26d
 def _find_twin(run: StoredRun) -> StoredRun | None:
     "The bfloat16 run beside this one that has its steps and text."
     config = run.stored_config() or {}
     keys = ("max_steps", "data", "tokenizer", "model", "batch_size", "block_size", "seed")
     for path in sorted(run.path.absolute().parent.glob("*/config.yaml")):
         other = StoredRun(path.parent).stored_config() or {}
-        alike = other.get("format") in ("bfloat16", None) and all(other.get(k) == config.get(k) for k in keys)
+        alike = other.get("format") in ("bfloat16", None) and all(
+            other.get(k) == config.get(k) for k in keys
+        )
         if alike and path.parent != run.path.absolute(): return StoredRun(path.parent)
     return None
 
@@ -216,15 +287,21 @@ def autopsy(
     run_dir: Path | str,  # a run's folder
     against: Path | str | None = None,  # a healthy run; None takes the bfloat16 run beside it that has the same text and steps, if there is one
 ) -> Autopsy:
-    "Examines a run; InputError where there is none, no step was made, or its metrics or its twin's were changed."
+    """Examines a run; InputError where there is none, no step was made,
+    or its metrics or its twin's were changed."""
     run = StoredRun(run_dir)
     config, rows = run.stored_config(), rows_of(run)
     if config is None: raise InputError(f"{run.path} is not a run folder")
     if not rows: raise InputError(f"{run.path} has no step to examine; {state_of(run)}")
     twin = StoredRun(against) if against else _find_twin(run)
-    if against and twin and not twin.metrics_file.is_file(): raise InputError(f"{twin.path} holds no metrics to compare with")
+    if against and twin and not twin.metrics_file.is_file():
+        raise InputError(f"{twin.path} holds no metrics to compare with")
     if twin: check_log(twin)
-    losses = {r["step"]: v for r in Tail(twin.metrics_file).read() if (v := r.get("loss")) is not None} if twin else {}
+    losses = (
+        {r["step"]: v for r in Tail(twin.metrics_file).read() if (v := r.get("loss")) is not None}
+        if twin
+        else {}
+    )
     left = out_of_range(rows, limits_of(config))
     causes = sorted([*left, *_events(rows, {(f.what, f.layer) for f in left})],
                     key=lambda f: f.step)
@@ -273,12 +350,22 @@ def _chain(a: Autopsy) -> list[str]:
         lines.append((first.step, text + lead_of(first.step, shown).value.format(steps=gap)))
     return [text for _, text in sorted(lines)]
 
+# %% ../../nbs/views/02_autopsy.ipynb #560d0670
 def _lost_series(run: StoredRun, config: dict[str, Any]) -> list[str]:
-    "A line if what monitors measured of each layer was written and is gone: monitors write before each checkpoint."
-    written = config.get("monitor_every") is not None and bool(run.record().get("monitors") or run.checkpoints.entries())
-    if not written or (run.series_folder / "parts.json").is_file() or any(run.series_folder.glob("*.parquet")): return []
+    """A line if what monitors measured of each layer was written and is gone:
+    monitors write before each checkpoint."""
+    written = config.get("monitor_every") is not None and bool(
+        run.record().get("monitors") or run.checkpoints.entries()
+    )
+    if (
+        not written
+        or (run.series_folder / "parts.json").is_file()
+        or any(run.series_folder.glob("*.parquet"))
+    ):
+        return []
     return [f"{run.series_folder} is gone: what was measured layer by layer is not examined"]
 
+# %% ../../nbs/views/02_autopsy.ipynb #a5f16740
 def _report(a: Autopsy) -> list[str]:
     "The lines of an autopsy."
     config, record = a.run.stored_config() or {}, a.run.record()
@@ -296,14 +383,18 @@ def _report(a: Autopsy) -> list[str]:
         lines.append(f"it ended with a validation loss of {results['val_loss']:.4f}")
     if a.first is None: return lines
     where, remedies = advice(a.first.what, config)
-    lines.append(f"first: {a.first.what} in {a.first.layer or 'the whole model'}, at step {a.first.step} ({where})")
+    lines.append(
+        f"first: {a.first.what} in {a.first.layer or 'the whole model'}, at step {a.first.step} "
+        f"({where})"
+    )
     return [*lines, f"try: {remedies}"] if diagnose(a) is Diagnosis.ILL else lines
 
 # %% ../../nbs/views/02_autopsy.ipynb #c3487707
 def plot_autopsy(
     a: Autopsy,
 ) -> Any:  # the matplotlib figure
-    "The loss with its twin's and the chain of events, and beneath it the quantities that left their range."
+    """The loss with its twin's and the chain of events,
+    and beneath it the quantities that left their range."""
     import matplotlib.pyplot as plt
 
     quantities = list(dict.fromkeys(f.what for f in a.causes if f.what in LIMITS))[:4]

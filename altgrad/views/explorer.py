@@ -27,14 +27,17 @@ from ..geometry.optim import Madam, RiemannianAdamW, StiffnessAdamW
 from ..geometry.spacing import stiffness
 
 # %% ../../nbs/views/04_explorer.ipynb #4d1c79f7
-def _exponential(g: torch.Generator, n: int) -> Tensor: return torch.empty(n).exponential_(generator=g)
+def _exponential(g: torch.Generator, n: int) -> Tensor:
+    return torch.empty(n).exponential_(generator=g)
 
 DISTRIBUTIONS = {  # each from a generator and a number of elements; the unit is 1
     "normal": lambda g, n: torch.randn(n, generator=g),
     "uniform": lambda g, n: 2 * torch.rand(n, generator=g) - 1,
     "laplace": lambda g, n: _exponential(g, n) * torch.randn(n, generator=g).sign(),
     "student t, 2 degrees": lambda g, n: torch.randn(n, generator=g) / _exponential(g, n).sqrt(),
-    "lognormal": lambda g, n: torch.randn(n, generator=g).mul(1.5).exp() * torch.randn(n, generator=g).sign(),
+    "lognormal": lambda g, n: (
+        torch.randn(n, generator=g).mul(1.5).exp() * torch.randn(n, generator=g).sign()
+    ),
 }
 
 @lru_cache
@@ -62,13 +65,17 @@ def format_of_bits(
     exponent_bits: int,  # 0 to 7
     mantissa_bits: int,  # 0 to 7; what does not fit into eight bits with the sign is cut off
 ) -> FP8Format:
-    "The format of these widths: one of the eight splits, or with the usual bias and no special codes."
+    """The format of these widths: one of the eight splits,
+    or with the usual bias and no special codes."""
     M = max(min(mantissa_bits, 7 - exponent_bits), int(exponent_bits == 0))
     if exponent_bits + M == 7: return get_format(f"E{exponent_bits}M{M}")
-    return get_format(f"E{exponent_bits}M{M}b{2 ** (exponent_bits - 1) - 1 if exponent_bits else 1}")
+    return get_format(
+        f"E{exponent_bits}M{M}b{2 ** (exponent_bits - 1) - 1 if exponent_bits else 1}"
+    )
 
 def formats_to_pick() -> list[str]:
-    "The names of all registered formats that the views can show: up to eight bits, with a sign and a zero."
+    """The names of all registered formats that the views can show:
+    up to eight bits, with a sign and a zero."""
     return [f.name for f in FORMATS.values() if f.bits <= 8 and f.signed and f.has_zero
             and not f.twos_complement]
 
@@ -86,7 +93,9 @@ def valley(
     (a, b), (_, c) = HESSIAN
     return (a * d[0] ** 2 + 2 * b * d[0] * d[1] + c * d[1] ** 2) / 2
 
-def _stiff(p: nn.Parameter, fmt: FP8Format, step: float, power: float, **more: Any) -> StiffnessAdamW:
+def _stiff(
+    p: nn.Parameter, fmt: FP8Format, step: float, power: float, **more: Any
+) -> StiffnessAdamW:
     return StiffnessAdamW([p], fmt, step, weight_decay=0.0, power=power, **more)
 
 RULES = {  # from a parameter, a format, the RMS of its first step, and what `RiemannianAdamW` and Madam move with lr = 1
@@ -151,7 +160,8 @@ def see(
 
 # %% ../../nbs/views/04_explorer.ipynb #f95c9dbf
 LOW, HIGH = -14, 8  # octaves: the magnitudes that the views show
-View = Callable[[Any], tuple[Callable[[Seen], None], list]]  # matplotlib axes -> an update, and the artists that it moves
+# matplotlib axes -> an update, and the artists that it moves
+View = Callable[[Any], tuple[Callable[[Seen], None], list]]
 
 def _color(fmt: FP8Format) -> str: return COLORS.get(fmt.name, "0.25")
 
@@ -195,7 +205,8 @@ def _one_line(ax: Any, points: Callable[[Seen], tuple[Tensor, Tensor, str]], sty
 def view_grid(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
-    "The numbers of the format, times the scale, beneath the density of the tensor before and after rounding."
+    """The numbers of the format, times the scale,
+    beneath the density of the tensor before and after rounding."""
     edges = torch.linspace(LOW, HIGH, 4 * (HIGH - LOW) + 1)
     _octave_axis(ax, "magnitude")
     ax.set(ylim=(-0.1, 0.4), yticks=[0, 0.2, 0.4], ylabel="share of elements")
@@ -233,7 +244,9 @@ def view_codes(
         by_value = torch.cat([counts[n:].flip(0), counts[:n]]).double()
         bars.set_data((by_value / by_value.max()).numpy(), torch.linspace(-1, 1, 2 * n + 1).numpy())
         bars.set_color(_color(seen.fmt))
-        ax.title.set_text(f"{int((counts > 0).sum())} of {len(counts)} codes, {seen.stats.entropy_bits:.2f} bits")
+        ax.title.set_text(
+            f"{int((counts > 0).sum())} of {len(counts)} codes, {seen.stats.entropy_bits:.2f} bits"
+        )
 
     return update, [bars, ax.title]
 
@@ -241,7 +254,8 @@ def view_codes(
 def view_error(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
-    "How far each element is moved, over its size: one dot an element; 2^0 is an element that became zero."
+    """How far each element is moved, over its size: one dot an element;
+    2^0 is an element that became zero."""
     def points(seen: Seen) -> tuple[Tensor, Tensor, str]:
         over, under = 100 * seen.stats.overflow_rate, 100 * seen.stats.underflow_rate
         title = f"SQNR {seen.stats.sqnr_db:.1f} dB; over {over:.1f} %, under {under:.1f} %"
@@ -255,7 +269,8 @@ def view_error(
 def view_stiffness(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
-    "The distance between neighbouring numbers, times the scale, along the magnitudes that the format reaches."
+    """The distance between neighbouring numbers, times the scale,
+    along the magnitudes that the format reaches."""
     octaves = torch.linspace(LOW, HIGH, 441, dtype=torch.float64)
 
     def points(seen: Seen) -> tuple[Tensor, Tensor, str]:
@@ -270,15 +285,18 @@ def view_stiffness(
 
 # %% ../../nbs/views/04_explorer.ipynb #0e214c2e
 def _dots(fmt: FP8Format, scale: float) -> Tensor:
-    "The pairs of numbers that the plane of the path shows, [2, n]; within a tenth of an axis they would be solid grey."
+    """The pairs of numbers that the plane of the path shows, [2, n];
+    within a tenth of an axis they would be solid grey."""
     v = (fmt.values[: fmt.last_finite + 1] * scale).unique()
     v = v[(v > 0.1) & (v < 1.9)]
     return torch.cartesian_prod(torch.cat([-v[v < 1.1], v]), v).T
 
+# %% ../../nbs/views/04_explorer.ipynb #c6005161
 def view_path(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
-    "The optimizer's path down the valley, over the pairs of numbers that the format has; the star is the minimum."
+    """The optimizer's path down the valley, over the pairs of numbers that the format has;
+    the star is the minimum."""
     x, y = torch.meshgrid(torch.linspace(-1.1, 1.9, 120), torch.linspace(-0.1, 1.9, 80),
                           indexing="xy")
     ax.contour(x, y, valley(torch.stack([x, y])), levels=[0.1, 0.5, 2, 6], colors="0.75",
@@ -297,6 +315,7 @@ def view_path(
 
     return update, [dots, way, ax.title]
 
+# %% ../../nbs/views/04_explorer.ipynb #918ad792
 VIEWS: dict[str, View] = {"grid": view_grid, "codes": view_codes, "error": view_error,
                           "stiffness": view_stiffness, "path": view_path}
 
@@ -316,11 +335,13 @@ def _prepare(ax, name: str) -> tuple[Callable[[Seen], None], list]:
     ax.set_title(" ", fontsize=8)
     return VIEWS[name](ax)
 
+# %% ../../nbs/views/04_explorer.ipynb #19fd1e29
 def plot_view(
     name: str,  # one of `VIEWS`
     settings: Iterable[Setting],  # a panel for each, four in a row
 ) -> Any:  # the matplotlib figure
-    "One view for several settings, side by side on the same axes; InputError for an unknown view or setting."
+    """One view for several settings, side by side on the same axes;
+    InputError for an unknown view or setting."""
     import matplotlib.pyplot as plt
 
     if name not in VIEWS: raise unknown("view", name, VIEWS)
@@ -395,12 +416,18 @@ def _controls(w, start: Setting) -> dict[str, Any]:
 
 # %% ../../nbs/views/04_explorer.ipynb #f09a26cc
 class Explorer:
-    "The explorer's widgets: `box` is what a notebook shows, `controls` its parts by name, `setting` where they stand."
+    """The explorer's widgets: `box` is what a notebook shows,
+    `controls` its parts by name, `setting` where they stand."""
     def __init__(self, start: Setting = Setting()):
         try: import ipywidgets as w
         except ModuleNotFoundError:
-            raise InputError("the explorer needs the package ipywidgets (pip install 'altgrad[explore]')") from None
-        self.picture, self.setting, self.controls, self.aligning = Picture(), start, _controls(w, start), False
+            raise InputError(
+                "the explorer needs the package ipywidgets (pip install 'altgrad[explore]')"
+            ) from None
+        self.picture = Picture()
+        self.setting = start
+        self.controls = _controls(w, start)
+        self.aligning = False
         self.image = w.Image(value=self.picture.png(see(start)), format="png",
                              layout=w.Layout(max_width="100%"))
         left, right = list(self.controls)[:4], list(self.controls)[4:]
@@ -410,7 +437,8 @@ class Explorer:
             control.observe(lambda change, name=name: self._changed(name), "value")
 
     def _changed(self, name: str) -> None:
-        "A control was moved: shows the new setting, and brings the controls that depend on it into line."
+        """A control was moved: shows the new setting,
+        and brings the controls that depend on it into line."""
         if self.aligning: return
         value = {key: control.value for key, control in self.controls.items()}
         bits = {key: value.pop(key) for key in ("exponent_bits", "mantissa_bits")}

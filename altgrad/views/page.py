@@ -73,7 +73,10 @@ _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 def _look(view: RunView, number: int) -> str:
     "The attributes of a run's lines; runs of one format differ in their dashes."
     color = html.escape(COLORS.get(view.format, "gray"))
-    return f'fill="none" stroke="{color}" stroke-width="1.6" stroke-dasharray="{_DASHES[number % len(_DASHES)]}"'
+    return (
+        f'fill="none" stroke="{color}" stroke-width="1.6" '
+        f'stroke-dasharray="{_DASHES[number % len(_DASHES)]}"'
+    )
 
 def _text(x: float, y: float, text: object, anchor: str = "start") -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
@@ -98,6 +101,7 @@ def share(
     if log: value, low, high = (math.log(v) for v in (value, low, high))
     return (value - low) / (high - low) if high > low else 0.5
 
+# %% ../../nbs/views/05_page.ipynb #688b0bbe
 def draw_curves(
     views: list[RunView],
     most: int = 400,  # points of a curve
@@ -143,7 +147,9 @@ def draw_parallel(
 
     parts = []
     for key, ends in axes.items():
-        parts.append(f'<path d="M{at[key]:.1f} 40V{_HEIGHT - 50}" stroke="currentColor" opacity="0.3"/>')
+        parts.append(
+            f'<path d="M{at[key]:.1f} 40V{_HEIGHT - 50}" stroke="currentColor" opacity="0.3"/>'
+        )
         parts += [_text(at[key], y, f"{end:.3g}", "middle")
                   for end, y in zip(ends, (_HEIGHT - 34, 32))]
         parts.append(_text(at[key], _HEIGHT - 14, key.replace("_", " "), "middle"))
@@ -152,7 +158,10 @@ def draw_parallel(
                  and (v.numbers[key] > 0 or key not in LOGARITHMIC)]
         points = [(at[key], height(key, v.numbers[key])) for key in shown]
         if points:
-            parts.append(f'<path d="{_path(points)}" {_look(v, number)}><title>{html.escape(v.name)}</title></path>')
+            parts.append(
+                f'<path d="{_path(points)}" '
+                f'{_look(v, number)}><title>{html.escape(v.name)}</title></path>'
+            )
     return _svg("parallel coordinates, a line for each run", parts)
 
 # %% ../../nbs/views/05_page.ipynb #d3f84876
@@ -164,15 +173,19 @@ def render_page(
     title: str,
     every: int | None = None,  # seconds after which a browser reads it again; None: never
 ) -> str:
-    "Return an HTML page: the state of each run with its flags, the losses, and all runs in parallel coordinates."
+    """Return an HTML page: the state of each run with its flags,
+    the losses, and all runs in parallel coordinates."""
     renew = f'<meta http-equiv="refresh" content="{every}">' if every else ""
     rows = "".join(_row(v) for v in views)
     head = "".join(f"<th>{name}</th>"
                    for name in ("run", "format", "state", "step", "loss", "validation", "flags"))
-    return (f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">{renew}<title>{html.escape(title)}</title>'
-            f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-            f"<h2>Loss</h2>{draw_curves(views)}<h2>All runs</h2>{draw_parallel(views)}</body></html>")
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta '
+        f'charset="utf-8">{renew}<title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        f"<h2>Loss</h2>{draw_curves(views)}<h2>All runs</h2>{draw_parallel(views)}</body></html>"
+    )
 
 def _row(v: RunView) -> str:
     def last(points: list[tuple[int, float]]) -> str:

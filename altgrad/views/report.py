@@ -35,10 +35,12 @@ _OF_ONE_SEED = {"val_perplexity", "tokens_per_s", "overflow_rate", "underflow_ra
 _OF_SEVERAL = {"gap_nats", "interval"}
 
 def _columns(result: Comparison) -> list[str]:
-    "The columns that a table has room for: with several seeds the gaps, with one seed everything else."
+    """The columns that a table has room for:
+    with several seeds the gaps, with one seed everything else."""
     left_out = _OF_SEVERAL if len(result.seeds) == 1 else _OF_ONE_SEED
     return [key for key in COLUMNS if key not in left_out]
 
+# %% ../../nbs/views/00_report.ipynb #0fd49060
 def _cell(row: dict[str, Any], key: str) -> str:
     "A number of a row as it stands in the table."
     if key == "interval": return _interval(row)
@@ -66,16 +68,28 @@ def entropy_line(result: Comparison) -> str:
 
 def seeds_text(result: Comparison) -> str:
     "`seed 42`, or `seeds 42 to 44`."
-    return f"seed {result.seeds[0]}" if len(result.seeds) == 1 else f"seeds {result.seeds[0]} to {result.seeds[-1]}"
+    return (
+        f"seed {result.seeds[0]}"
+        if len(result.seeds) == 1
+        else f"seeds {result.seeds[0]} to {result.seeds[-1]}"
+    )
 
+# %% ../../nbs/views/00_report.ipynb #d2bd04a3
 def gap_line(result: Comparison) -> str:
-    "What the gaps are and when they are noise; with one seed, why there are none. Empty for one arm."
+    """What the gaps are and when they are noise; with one seed,
+    why there are none. Empty for one arm."""
     if len(result.arms) == 1: return ""
     if len(result.seeds) == 1:
-        return "one seed: what of a difference is noise cannot be said, so no gap is shown; --seeds 4 measures it"
+        return (
+            "one seed: what of a difference is noise cannot be said, so no gap is shown; "
+            "--seeds 4 measures it"
+        )
     base = result.baseline["config"]["name"]
-    return (f"gap: validation loss minus that of {base} with the same seed, mean of {len(result.seeds)} seeds and its 95 % t interval; "
-            "within noise: the interval includes zero")
+    return (
+        f"gap: validation loss minus that of {base} with the same seed, mean of "
+        f"{len(result.seeds)} seeds and its 95 % t interval; "
+        "within noise: the interval includes zero"
+    )
 
 # %% ../../nbs/views/00_report.ipynb #a1c0de21
 def comparison_table(
@@ -96,6 +110,7 @@ def comparison_table(
     for row in rows: table.add_row(*[row["name"]] * with_name, *(_cell(row, key) for key in keys))
     return table
 
+# %% ../../nbs/views/00_report.ipynb #9362a61f
 def notes(result: Comparison) -> list[str]:
     "A line for every run that did not simply finish."
     runs = [run for arm in result.arms for run in result.runs(arm)]
@@ -124,7 +139,8 @@ def number_text(value: Any) -> str:
 _LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
 
 def _looks(result: Comparison) -> list[dict[str, Any]]:
-    "A colour for the format of each arm; further arms of a format are lighter, with another line and another marker."
+    """A colour for the format of each arm; further arms of a format are lighter,
+    with another line and another marker."""
     from matplotlib.colors import to_rgb
 
     formats, looks = [arm["config"]["format"] or "none" for arm in result.arms], []
@@ -141,8 +157,10 @@ def _by_value(counts: list[int], name: str) -> list[int]:
     if not fmt.signed: return counts
     return counts[128:] + counts[:128] if fmt.twos_complement else counts[:127:-1] + counts[:128]
 
+# %% ../../nbs/views/00_report.ipynb #1f4f7981
 def finding(result: Comparison) -> str:
-    "What a comparison shows, in one sentence: which arms differ from the baseline by more than noise."
+    """What a comparison shows, in one sentence:
+    which arms differ from the baseline by more than noise."""
     base = result.baseline["config"]["name"]
     if len(result.seeds) == 1:
         return f"One run each ({seeds_text(result)}): what of a difference is noise is not known"
@@ -152,7 +170,10 @@ def finding(result: Comparison) -> str:
              if not row["within_noise"]]
     if not shown: return f"No arm is shown to differ from {base} ({len(result.seeds)} seeds)"
     verb = "differs" if len(shown) == 1 else "differ"
-    return f"{len(shown)} of {len(others)} arms {verb} from {base} by more than noise ({len(result.seeds)} seeds): {', '.join(shown)} nats"
+    return (
+        f"{len(shown)} of {len(others)} arms {verb} from {base} by more than noise "
+        f"({len(result.seeds)} seeds): {', '.join(shown)} nats"
+    )
 
 # %% ../../nbs/views/00_report.ipynb #8726396a
 def _plot_losses(ax: Any, result: Comparison) -> None:
@@ -181,6 +202,7 @@ def _val_gaps(result: Comparison, arm: dict[str, Any]) -> list[tuple[int, dict[s
             for step in runs[0]]
     return [(step, gap) for step, gap in gaps if gap["gap_nats"] is not None]
 
+# %% ../../nbs/views/00_report.ipynb #71875fbb
 def _plot_gaps(ax: Any, result: Comparison) -> None:
     "The gap of each arm at each evaluation, with its interval; arms a little beside each other."
     ax.axhline(0, color="0.6", lw=1)
@@ -193,9 +215,12 @@ def _plot_gaps(ax: Any, result: Comparison) -> None:
         ax.errorbar([step + gaps[-1][0] * 0.01 * place for step, _ in gaps], means, ends, ms=4,
                     lw=1, capsize=2, **look)
     base, seeds = result.baseline["config"]["name"], len(result.seeds)
-    ax.set_title(f"validation loss minus that of {base}\nwith 95 % intervals, {seeds} seeds", fontsize=9)
+    ax.set_title(
+        f"validation loss minus that of {base}\nwith 95 % intervals, {seeds} seeds", fontsize=9
+    )
     ax.set_xlabel("step")
 
+# %% ../../nbs/views/00_report.ipynb #b74ebb91
 def _plot_histogram(ax: Any, arm: dict[str, Any], look: dict[str, Any]) -> None:
     "How often the final weights use each code."
     name = arm["config"]["format"] or "none"
@@ -212,7 +237,8 @@ def _plot_histogram(ax: Any, arm: dict[str, Any], look: dict[str, Any]) -> None:
 def plot_comparison(
     result: Comparison,
 ) -> Any:  # the matplotlib figure
-    "Draw the losses of all arms, with several seeds their gaps to the baseline, and how the final weights use their codes."
+    """Draw the losses of all arms, with several seeds their gaps to the baseline,
+    and how the final weights use their codes."""
     import matplotlib.pyplot as plt
 
     columns = min(len(result.arms), 4)
@@ -229,6 +255,7 @@ def plot_comparison(
         _plot_histogram(fig.add_subplot(low[i // columns, i % columns]), arm, look)
     return fig
 
+# %% ../../nbs/views/00_report.ipynb #e7ca7f90
 def save_figure(
     fig: Any,  # of matplotlib
     path: Path | str,  # of the PNG file

@@ -69,7 +69,8 @@ class Tail:
         self.rows: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
-        "All rows so far; lines that are not whole yet are left for later, damaged ones are passed over."
+        """All rows so far; lines that are not whole yet are left for later,
+        damaged ones are passed over."""
         if not self.path.is_file(): return self.rows
         with open(self.path, "rb") as file:
             if file.seek(0, 2) < self.at: self.at, self.rows = 0, []
@@ -84,7 +85,8 @@ class Tail:
 def rows_of(
     run: StoredRun,
 ) -> list[dict[str, Any]]:
-    "All rows of a run, each with what was measured in its step layer by layer; InputError if one was changed after the run had ended."
+    """All rows of a run, each with what was measured in its step layer by layer;
+    InputError if one was changed after the run had ended."""
     check_log(run)
     rows = [dict(row) for row in Tail(run.metrics_file).read()]
     by_step = {row["step"]: row for row in rows}
@@ -109,7 +111,11 @@ def _remaining(rows: list[dict[str, Any]], steps: int) -> str:
     last: list[Any] = [r.get("wall_clock_s") for r in rows[-50:]]
     if len(last) < 2 or None in last or last[-1] <= last[0]: return "-"
     seconds = (last[-1] - last[0]) / (len(last) - 1) * steps
-    return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds < 86400 else f"{seconds / 86400:.1f} days"
+    return (
+        time.strftime("%H:%M:%S", time.gmtime(seconds))
+        if seconds < 86400
+        else f"{seconds / 86400:.1f} days"
+    )
 
 # %% ../../nbs/views/01_watch.ipynb #43e0453b
 def _numbers(rows: list[dict[str, Any]], steps: int) -> Table:
@@ -128,6 +134,7 @@ def _numbers(rows: list[dict[str, Any]], steps: int) -> Table:
     table.add_row("time left", _remaining(rows, steps - row["step"]))
     return table
 
+# %% ../../nbs/views/01_watch.ipynb #3fdbcc64
 def _ranges(row: dict[str, Any], limits: dict[str, float], most: int = 8) -> Table:
     "What is nearest to its limit, or beyond it."
     table = Table.grid(padding=(0, 2))
@@ -136,15 +143,25 @@ def _ranges(row: dict[str, Any], limits: dict[str, float], most: int = 8) -> Tab
         table.add_row(Text(name, style), Text(f"{v:.4g}", style), Text(f"limit {limit:g}", style))
     return table
 
+# %% ../../nbs/views/01_watch.ipynb #18deed77
 def _event_lines(rows: list[dict[str, Any]], most: int = 5) -> list[Text]:
     "The last events, as lines."
     found = [(r["step"], e) for r in rows for e in r.get("events", ())]
     # warnings give way to what was done and what broke
     last = sorted(found, key=lambda f: f[1].get("kind") != "warning")[-most:]
     said = lambda v: f"{v:.4g}" if isinstance(v, float) else str(v)
-    return [Text(f"step {step}: "
-                 + " ".join(said(e[k]) for k in ("kind", "layer", "metric", "value", "text") if e.get(k) is not None), "yellow")
-            for step, e in sorted(last, key=lambda f: f[0])]
+    return [
+        Text(
+            f"step {step}: "
+            + " ".join(
+                said(e[k])
+                for k in ("kind", "layer", "metric", "value", "text")
+                if e.get(k) is not None
+            ),
+            "yellow",
+        )
+        for step, e in sorted(last, key=lambda f: f[0])
+    ]
 
 # %% ../../nbs/views/01_watch.ipynb #45a1d435
 def render_run(
@@ -188,8 +205,10 @@ def _best_rate(rows: list[dict[str, Any]]) -> tuple[str, float | None]:
 
 MOST = 40  # arms in a table of the terminal
 
+# %% ../../nbs/views/01_watch.ipynb #4166dedf
 def _outcomes(rows: list[dict[str, Any]]) -> Table:
-    "By arm: runs, the mean loss at its best learning rate, the least loss of all, and how many runs have which flag."
+    """By arm: runs, the mean loss at its best learning rate,
+    the least loss of all, and how many runs have which flag."""
     table = Table("storage", "format", "rule", "runs", "best lr", "mean there", "least", *FLAGS,
                   box=None)
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -209,7 +228,8 @@ def render_ledger(
     path: Path,  # ledger.jsonl
     rows: list[dict[str, Any]],
 ) -> Group:
-    "A sweep's ledger as a page of the terminal: its stages, the outcomes of the stage that is under way, the last rows."
+    """A sweep's ledger as a page of the terminal: its stages,
+    the outcomes of the stage that is under way, the last rows."""
     failed = [r for r in rows if r.get("error")]
     table = Table("stage", "runs", "failed", "seconds each", box=None)
     for stage in sorted({r.get("stage", "-") for r in rows}):
@@ -219,7 +239,10 @@ def render_ledger(
                       f"{mean:.1f}")
     last = Table("format", "storage", "rule", "lr", "seed", "validation loss", box=None)
     for r in rows[-5:]:
-        said = {**{key: str(r.get(key, "-")) for key in ("format", "storage", "rule", "lr", "seed")}, "rule": _rule(r)}
+        said = {
+            **{key: str(r.get(key, "-")) for key in ("format", "storage", "rule", "lr", "seed")},
+            "rule": _rule(r),
+        }
         last.add_row(*said.values(), _number(r.get("val_loss")))
     now = [r for r in rows if all(r.get(key) == rows[-1].get(key) for key in ("matrix", "stage"))]
     title = " ".join(str(rows[-1][key]) for key in ("matrix", "stage") if rows
@@ -242,16 +265,19 @@ def pages(
     while True:
         if ledger.path.is_file(): yield render_ledger(ledger.path, ledger.rows()), False
         else:
-            over = not state_of(run).startswith("running")  # asked first, so that the last page has the last row
+            # asked first, so that the last page has the last row
+            over = not state_of(run).startswith("running")
             yield render_run(run, rows_of(run)), over
 
+# %% ../../nbs/views/01_watch.ipynb #aecff08c
 def watch(
     path: Path | str,  # a run's folder, or that of a sweep's ledger
     once: bool = False,  # whether to show the page and return, as where the output is no terminal
     console: Console | None = None,
     every: float = 1.0,  # seconds between pages
 ) -> None:
-    "Shows a run or a sweep until the run ends or Ctrl-C is pressed; it may start before, during or after it."
+    """Shows a run or a sweep until the run ends or Ctrl-C is pressed;
+    it may start before, during or after it."""
     console, page = console or Console(), pages(path)
     shown, over = next(page)
     if once or over or not console.is_terminal: return console.print(shown)
@@ -274,6 +300,7 @@ def _curve(ax, rows: list[dict[str, Any]], keys: list[str], title: str, **style:
     ax.tick_params(labelsize=7)
     if len(keys) > 1: ax.legend(frameon=False, fontsize=7)
 
+# %% ../../nbs/views/01_watch.ipynb #cd81680b
 def _loss_panel(ax, rows: list[dict[str, Any]], color: str) -> None:
     _curve(ax, rows, ["loss"], "loss (nats per token)", color=color)
     val = [(r["step"], v) for r in rows if (v := r.get("val_loss")) is not None]
@@ -284,6 +311,7 @@ def _loss_panel(ax, rows: list[dict[str, Any]], color: str) -> None:
                  if any(e.get("kind") != "warning" for e in r.get("events", ()))][:20]:
         ax.axvline(step, color="C3", lw=0.5)
 
+# %% ../../nbs/views/01_watch.ipynb #d3ff2cba
 def _heat_panel(fig, ax, rows: list[dict[str, Any]], names: list[str], title: str) -> None:
     "A quantity by layer and step; at most 400 steps wide."
     rows = rows[:: max(1, len(rows) // 400)]
@@ -301,7 +329,9 @@ def _heat_panel(fig, ax, rows: list[dict[str, Any]], names: list[str], title: st
 def _code_panel(fig, ax, run: StoredRun, color: str) -> None:
     "How often each code is used: over the steps where that was measured, else at the end."
     none = np.empty(0), np.empty((0, 0))
-    steps, counts = next((s for name, s in read_histograms(run.series_folder).items() if "/weight/" in name), none)
+    steps, counts = next(
+        (s for name, s in read_histograms(run.series_folder).items() if "/weight/" in name), none
+    )
     if len(steps) > 1:
         ax.imshow(np.log1p(counts).T, aspect="auto", origin="lower",
                   extent=(steps[0], steps[-1], 0, len(counts[0])), cmap="magma")
@@ -316,8 +346,10 @@ def _code_panel(fig, ax, run: StoredRun, color: str) -> None:
         ax.set_xlabel("code", fontsize=8)
     ax.tick_params(labelsize=7)
 
+# %% ../../nbs/views/01_watch.ipynb #a110886d
 def _layer_quantities(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    "Quantity -> names of its series, for those that two layers or more have, those with a limit first."
+    """Quantity -> names of its series, for those that two layers or more have,
+    those with a limit first."""
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for r in rows for name, v in r.items() if isinstance(v, float)
                               and "/" in name):
@@ -343,14 +375,17 @@ def _panels(run: StoredRun, rows: list[dict[str, Any]], color: str) -> list[Call
     heats = list(_layer_quantities(rows).items())[:6]
     for quantity, names in heats:
         title = quantity.replace("_", " ")
-        panels.append(lambda fig, ax, names=names, title=title: _heat_panel(fig, ax, rows, names, title))
+        panels.append(
+            lambda fig, ax, names=names, title=title: _heat_panel(fig, ax, rows, names, title)
+        )
     return panels
 
 # %% ../../nbs/views/01_watch.ipynb #435f50b6
 def plot_run(
     run_dir: Path | str,  # a run's folder; the run may go on
 ) -> Any:  # the matplotlib figure
-    "Draw a run on one page: loss, gradient, rates, speed, codes, and up to six heat maps by layer; InputError without a step."
+    """Draw a run on one page: loss, gradient, rates, speed, codes,
+    and up to six heat maps by layer; InputError without a step."""
     import matplotlib.pyplot as plt
 
     run = StoredRun(run_dir)

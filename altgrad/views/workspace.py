@@ -23,21 +23,30 @@ from ..evidence.sweep import flags, read_rows
 ENDS = ("val_loss", "loss", "grad_norm", "overflow_rate", "underflow_rate", "bit_stall_rate",
         "tokens_per_s")  # compared over runs
 FACTS = ("format", "storage", "rule", "lr", "seed")  # of the config, that tell runs apart
-RATES = ("overflow_rate", "underflow_rate", "bit_stall_rate")  # over all weights: in every run, monitored or not
+# over all weights: in every run, monitored or not
+RATES = ("overflow_rate", "underflow_rate", "bit_stall_rate")
 _LAYERED = ("headroom_octaves", "rms_octaves", "grid_distance", "dead_codes", "entropy_bits",
             "range_used_octaves", "histogram", "decay_stall_rate",
             "code_displacement", "snr")  # these have no meaning, or no sum, for a whole model
 
 def panels() -> dict[str, dict[str, list[str]]]:
-    "Section -> title of a panel -> the metrics in it: those of the registry that stand for a whole model."
+    """Section -> title of a panel -> the metrics in it:
+    those of the registry that stand for a whole model."""
     found = {}
     for group in METRICS:
         root = group.path.partition("/")[0] if "/" in group.path else ""
-        places = {"": [""], "quantization": [f"quantization/all/{kind}/" for kind in POINTS], "attention": ["attention/all/min/"]}.get(root, [f"{root}/all/"])
+        places = {
+            "": [""],
+            "quantization": [f"quantization/all/{kind}/" for kind in POINTS],
+            "attention": ["attention/all/min/"],
+        }.get(root, [f"{root}/all/"])
         names = [m.name for m in group.metrics if m.name not in _LAYERED
                  and re.fullmatch(r"\w+", m.name)]
         found[root or "training"] = {name: [place + name for place in places] for name in names}
-    found["training"] |= {"loss": ["loss", "val_loss"], "perplexity": ["perplexity", "val_perplexity"]} | {name: [name] for name in RATES}
+    found["training"] |= {
+        "loss": ["loss", "val_loss"],
+        "perplexity": ["perplexity", "val_perplexity"],
+    } | {name: [name] for name in RATES}
     return found
 
 # %% ../../nbs/views/03_workspace.ipynb #d105289f
@@ -46,23 +55,38 @@ def _wandb_packages() -> tuple[Any, Any]:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
     except ModuleNotFoundError:
-        raise InputError("a workspace needs the package wandb-workspaces (pip install 'altgrad[workspace]')") from None
+        raise InputError(
+            "a workspace needs the package wandb-workspaces (pip install 'altgrad[workspace]')"
+        ) from None
     return ws, wr
 
+# %% ../../nbs/views/03_workspace.ipynb #45b95cb9
 def _comparison(facts: tuple[str, ...], ends: tuple[str, ...], bars: int) -> Any:
-    "Runs at their end: parallel coordinates over facts of the config and outcomes, and the first outcomes by format."
+    """Runs at their end: parallel coordinates over facts of the config and outcomes,
+    and the first outcomes by format."""
     ws, wr = _wandb_packages()
     column = wr.ParallelCoordinatesPlotColumn
     columns = [*(column(wr.Config(f)) for f in facts), *(column(wr.SummaryMetric(e)) for e in ends)]
-    panels = [wr.ParallelCoordinatesPlot(title="runs at their end", columns=columns),
-              *(wr.BarPlot(title=f"{e} by format", metrics=[wr.SummaryMetric(e)], groupby=wr.Config("format"), orientation="v") for e in ends[:bars])]
+    panels = [
+        wr.ParallelCoordinatesPlot(title="runs at their end", columns=columns),
+        *(
+            wr.BarPlot(
+                title=f"{e} by format", metrics=[wr.SummaryMetric(e)], groupby=wr.Config("format"),
+                orientation="v",
+            )
+            for e in ends[:bars]
+        ),
+    ]
     return ws.Section(name="comparison", panels=panels, is_open=True)
 
+# %% ../../nbs/views/03_workspace.ipynb #67c7768e
 def _lines(name: str, titles: dict[str, list[str]], is_open: bool) -> Any:
     "A section of curves over steps."
     ws, wr = _wandb_packages()
-    return ws.Section(name=name,
-                      panels=[wr.LinePlot(title=title, x="Step", y=y) for title, y in titles.items()], is_open=is_open)
+    return ws.Section(
+        name=name, panels=[wr.LinePlot(title=title, x="Step", y=y) for title, y in titles.items()],
+        is_open=is_open,
+    )
 
 def make_workspace(
     entity: str,  # user or team
@@ -91,13 +115,18 @@ def _need_key() -> None:
     wandb.setup(settings=wandb_settings())  # silent: one line is enough
     try: key = wandb.login(prompt=False)
     except Exception: key = False
-    if not key: raise InputError("W&B is offline here, or has no key: run `wandb login`, or set WANDB_API_KEY")
+    if not key:
+        raise InputError(
+            "W&B is offline here, or has no key: run `wandb login`, or set WANDB_API_KEY"
+        )
 
+# %% ../../nbs/views/03_workspace.ipynb #d74ec8c8
 def send_workspace(
     place: str,  # "entity/project"
     make: Any = None,  # of entity and project; `make_workspace` if not given
 ) -> str:  # where it is to be seen
-    "Make the workspace in a project of W&B; InputError for a wrong place, without a key, and for what W&B answers."
+    """Make the workspace in a project of W&B; InputError for a wrong place,
+    without a key, and for what W&B answers."""
     workspace = (make or make_workspace)(*_place(place))
     _need_key()
     try: return workspace.save().url
@@ -122,6 +151,7 @@ def _history(row: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
             found.setdefault(every * (i + 1), {})[name] = v
     return sorted(found.items())
 
+# %% ../../nbs/views/03_workspace.ipynb #12d60160
 def _send_row(row: dict[str, Any], **how: Any) -> None:
     "One row as a finished run."
     import wandb
@@ -143,7 +173,8 @@ def send_ledger(
     folder: Path | str,  # for W&B's files, and the list of what was sent to this place
     mode: str = "online",  # or offline: `wandb sync` sends it later
 ) -> int:  # runs sent now
-    "Send the rows that were not sent before to W&B, each as a run, without failed ones; InputError without a key."
+    """Send the rows that were not sent before to W&B, each as a run,
+    without failed ones; InputError without a key."""
     entity, project = _place(place)
     folder, rows = Path(folder), [row for row in read_rows(ledger) if not row.get("error")]
     if mode == "online": _need_key()
@@ -158,6 +189,7 @@ def send_ledger(
         with open(sent, "a", encoding="utf-8") as file: file.write(f"{row['run']}\n")
     return len(new)
 
+# %% ../../nbs/views/03_workspace.ipynb #c7ab9d53
 def make_ledger_workspace(
     entity: str,  # user or team
     project: str,

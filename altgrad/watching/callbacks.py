@@ -50,11 +50,14 @@ class Attached:
 
 # %% ../../nbs/watching/08_callbacks.ipynb #ef1dc111
 def _with_base(hooks: type, module: str, name: str) -> type:
-    "The class of hooks as a subclass of the framework's own callback; InputError without the framework."
+    """The class of hooks as a subclass of the framework's own callback;
+    InputError without the framework."""
     import importlib
     try: base = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as e:
-        raise InputError(f"this callback needs the package {e.name} (pip install 'altgrad[integrations]')") from None
+        raise InputError(
+            f"this callback needs the package {e.name} (pip install 'altgrad[integrations]')"
+        ) from None
     return type("MonitorCallback", (hooks, base), {})
 
 # %% ../../nbs/watching/08_callbacks.ipynb #517f24b4
@@ -82,7 +85,8 @@ def transformers_monitors(
     every: int | None = None,  # steps between measurements; None: 1 with a compiler, 10 without
     folder: Path | str | None = None,  # for the series of every layer, see `read_series`
 ) -> Any:  # a `transformers.TrainerCallback`
-    "A callback that measures the steps of a transformers trainer, and logs the values for the whole model."
+    """A callback that measures the steps of a transformers trainer,
+    and logs the values for the whole model."""
     return _with_base(_TransformersHooks, "transformers", "TrainerCallback")(trainer, every, folder)
 
 # %% ../../nbs/watching/08_callbacks.ipynb #7c398a48
@@ -98,7 +102,8 @@ class _LightningHooks(Attached):
         if self.monitors is None or not self.monitors.active: return
         if trainer.global_step < self.monitors.step: return  # a micro-batch
         measured = self.end()
-        for logger in trainer.loggers: logger.log_metrics(measured.overall(), step=measured.step - 1)
+        for logger in trainer.loggers:
+            logger.log_metrics(measured.overall(), step=measured.step - 1)
 
     def on_train_end(self, trainer, pl_module): self.finish()
 
@@ -106,5 +111,6 @@ def lightning_monitors(
     every: int | None = None,  # steps between measurements; None: 1 with a compiler, 10 without
     folder: Path | str | None = None,  # for the series of every layer, see `read_series`
 ) -> Any:  # a `lightning.pytorch.Callback`
-    "A callback that measures the steps of a Lightning trainer, and logs the values for the whole model."
+    """A callback that measures the steps of a Lightning trainer,
+    and logs the values for the whole model."""
     return _with_base(_LightningHooks, "lightning.pytorch", "Callback")(every, folder)

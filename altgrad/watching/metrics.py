@@ -73,14 +73,15 @@ FROM_SUMS = (
            "the format's range is too short: small values are lost", _share("underflow")),
     Metric("nonfinite_rate", "share of NaN and infinities", "share",
            "anything above 0: the run is about to fail here", _share("nonfinite")),
-    Metric("amax", "$\\max |x|$, finite ones", "of $x$",
-           "a jump: an outlier took the scale", itemgetter("amax")),
+    Metric("amax", "$\\max |x|$, finite ones", "of $x$", "a jump: an outlier took the scale",
+           itemgetter("amax")),
     Metric("scale", "$s$, the mean where there are several", "of $x$",
            "jumps from step to step: the range is unstable", itemgetter("scale")),
     Metric("headroom_octaves", "$\\log_2(\\max \\cdot s / \\mathrm{amax})$", "octaves",
            "below 0: overflow; above 1 with a current scale: impossible", _headroom, pooled=False),
     Metric("rms_octaves", "$\\log_2(\\max \\cdot s / \\mathrm{rms}\\,x)$", "octaves",
-           "near the format's whole range: outliers push the rest to the bottom", _rms_octaves, pooled=False),
+           "near the format's whole range: outliers push the rest to the bottom", _rms_octaves,
+           pooled=False),
     Metric("sqnr_db", "$10 \\log_{10}(\\sum x^2 / \\sum (x - \\hat x)^2)$", "dB",
            "low: rounding noise drowns the signal", _sqnr),
     Metric("kurtosis", "$\\mu_4 / \\mu_2^2$ (Pearson; a normal distribution has 3)", "1",
@@ -118,8 +119,9 @@ FROM_CODES = (
            "near 256: most of the eight bits are idle", _dead_codes),
     Metric("entropy_bits", "$-\\sum p_c \\log_2 p_c$ over codes", "bits",
            "falls: the tensor crowds into a few codes", _entropy),
-    Metric("range_used_octaves", "$\\log_2$ of largest over smallest non-zero magnitude of the codes in use",
-           "octaves", "equal to the format's: it is full", _range_used),
+    Metric("range_used_octaves",
+           "$\\log_2$ of largest over smallest non-zero magnitude of the codes in use", "octaves",
+           "equal to the format's: it is full", _range_used),
 )
 
 QUANTIZATION = MetricGroup(
@@ -137,50 +139,95 @@ QUANTIZATION = MetricGroup(
 
 # %% ../../nbs/watching/00_metrics.ipynb #293f239f
 UPDATES = MetricGroup(
-    "updates/<layer>/", "one pass over the weights; the sizes: 4,096 weights a layer",
-    "the weights $w \\to w'$ of a quantized layer in one optimizer step", (
-    Metric("updates", "$w' \\ne w$; on a grid, $w'$ before it is rounded", "weights",
-           "0: the optimizer does nothing"),
-    Metric("flips", "updates that changed the stored or rounded value", "weights",
-           "0: the model stands still"),
-    Metric("bit_stall_rate", "1 - flips / updates, for weights stored on a grid", "share",
-           "above 0.5: most of the learning is lost to rounding"),
-    Metric("code_unchanged_rate", "the same, for FP32 master weights", "share",
-           "none: small updates add up, near 1 is normal"),
-    Metric("zero_update_rate", "1 - updates / weights", "share",
-           "high: gradients underflow on their way"),
-    Metric("decay_stall_rate", "weights $w \\ne 0$ on a nearest-rounding grid with $Q(w(1-\\eta\\lambda)) = w$, of 4,096",
-           "share", "1: weight decay, by itself, moves nothing"),
-    Metric("sign_change_rate", "share with $w w' < 0$", "share", "high: weights jump over zero"),
-    Metric("ulps_p05 ... ulps_p95", "quantiles of $(w' - w)/\\mathrm{ulp}(w)$: p05, p25, p50, p75, p95, of 4,096; on a grid after rounding",
-           "ulp", "all below 0.5 on a nearest-rounding grid: stall"),
-    Metric("code_displacement", "RMS of $\\varphi(w') - \\varphi(w_0)$ under the first scale, of 4,096; $w_0$ is where the run began",
-           "codes", "flat while the loss falls elsewhere: this layer is stuck"),
-))
+    "updates/<layer>/",
+    "one pass over the weights; the sizes: 4,096 weights a layer",
+    "the weights $w \\to w'$ of a quantized layer in one optimizer step",
+    (
+        Metric(
+            "updates", "$w' \\ne w$; on a grid, $w'$ before it is rounded", "weights",
+            "0: the optimizer does nothing",
+        ),
+        Metric(
+            "flips", "updates that changed the stored or rounded value", "weights",
+            "0: the model stands still",
+        ),
+        Metric(
+            "bit_stall_rate", "1 - flips / updates, for weights stored on a grid", "share",
+            "above 0.5: most of the learning is lost to rounding",
+        ),
+        Metric(
+            "code_unchanged_rate", "the same, for FP32 master weights", "share",
+            "none: small updates add up, near 1 is normal",
+        ),
+        Metric(
+            "zero_update_rate", "1 - updates / weights", "share",
+            "high: gradients underflow on their way",
+        ),
+        Metric(
+            "decay_stall_rate",
+            "weights $w \\ne 0$ on a nearest-rounding grid with $Q(w(1-\\eta\\lambda)) = w$, of "
+            "4,096",
+            "share",
+            "1: weight decay, by itself, moves nothing",
+        ),
+        Metric(
+            "sign_change_rate", "share with $w w' < 0$", "share", "high: weights jump over zero"
+        ),
+        Metric(
+            "ulps_p05 ... ulps_p95",
+            "quantiles of $(w' - w)/\\mathrm{ulp}(w)$: p05, p25, p50, p75, p95, of 4,096; on a "
+            "grid after rounding",
+            "ulp",
+            "all below 0.5 on a nearest-rounding grid: stall",
+        ),
+        Metric(
+            "code_displacement",
+            "RMS of $\\varphi(w') - \\varphi(w_0)$ under the first scale, of 4,096; $w_0$ is where "
+            "the run began",
+            "codes",
+            "flat while the loss falls elsewhere: this layer is stuck",
+        ),
+    ),
+)
 
 # %% ../../nbs/watching/00_metrics.ipynb #db5ad688
 GRADIENTS = MetricGroup(
-    "gradients/<layer>/", "one pass over the gradients",
-    "the gradient $g$ of a linear layer's or convolution's weight, before clipping", (
-    Metric("l2", "$\\lVert g \\rVert_2$", "of $g$", "a jump: instability; 0: dead"),
-    Metric("max", "$\\max |g|$", "of $g$", "a jump: an outlier in the batch"),
-    Metric("snr", "$|\\mathrm{mean}\\, g| / \\mathrm{std}\\, g$ over elements", "1",
-           "near 0 is usual; a jump: a common direction, e.g. a bias"),
-    Metric("dead_neurons", "rows with $\\max|g| < 10^{-8}$ in each of the last `dead_after` measured steps",
-           "share", "above 0: outputs that learn nothing"),
-    Metric("clipped", "1 where the global norm exceeded `grad_clip` (under `all` only)", "0 or 1",
-           "always 1: the learning rate is set by the clipping"),
-))
+    "gradients/<layer>/",
+    "one pass over the gradients",
+    "the gradient $g$ of a linear layer's or convolution's weight, before clipping",
+    (
+        Metric("l2", "$\\lVert g \\rVert_2$", "of $g$", "a jump: instability; 0: dead"),
+        Metric("max", "$\\max |g|$", "of $g$", "a jump: an outlier in the batch"),
+        Metric(
+            "snr", "$|\\mathrm{mean}\\, g| / \\mathrm{std}\\, g$ over elements", "1",
+            "near 0 is usual; a jump: a common direction, e.g. a bias",
+        ),
+        Metric(
+            "dead_neurons",
+            "rows with $\\max|g| < 10^{-8}$ in each of the last `dead_after` measured steps",
+            "share", "above 0: outputs that learn nothing",
+        ),
+        Metric(
+            "clipped", "1 where the global norm exceeded `grad_clip` (under `all` only)", "0 or 1",
+            "always 1: the learning rate is set by the clipping",
+        ),
+    ),
+)
 
+# %% ../../nbs/watching/00_metrics.ipynb #152779c2
 SHADOW = MetricGroup(
-    "shadow/<layer>/", "a forward and a backward pass in FP32: about one more step",
-    "gradient $h$ of the same weights and batch without rounding, beside $g$ (see `altgrad.watching.shadow`); "
-    "`all`: of the layers that round something", (
-    Metric("cosine", "$g \\cdot h / (\\lVert g\\rVert \\lVert h\\rVert)$", "1",
-           "below 0.9: the step goes elsewhere"),
-    Metric("snr_db", "$10 \\log_{10}(\\lVert h\\rVert^2 / \\lVert g - h\\rVert^2)$", "dB",
-           "below 0: the error is larger than the gradient"),
-))
+    "shadow/<layer>/",
+    "a forward and a backward pass in FP32: about one more step",
+    "gradient $h$ of the same weights and batch without rounding, beside $g$ (see "
+    "`altgrad.watching.shadow`); "
+    "`all`: of the layers that round something",
+    (
+        Metric("cosine", "$g \\cdot h / (\\lVert g\\rVert \\lVert h\\rVert)$", "1",
+               "below 0.9: the step goes elsewhere"),
+        Metric("snr_db", "$10 \\log_{10}(\\lVert h\\rVert^2 / \\lVert g - h\\rVert^2)$", "dB",
+               "below 0: the error is larger than the gradient"),
+    ),
+)
 
 # %% ../../nbs/watching/00_metrics.ipynb #283d6173
 ATTENTION = MetricGroup(
@@ -192,36 +239,87 @@ ATTENTION = MetricGroup(
 ))
 
 HEALTH = MetricGroup(
-    "health/<layer>/", "an eigenvalue problem a layer, every `health_every` steps; waits for the device",
-    "the singular values $\\sigma_i$ of a linear layer's weight, or of a convolution's filters as rows", (
-    Metric("spectral_norm", "$\\sigma_1$", "of $w$", "grows without end: instability"),
-    Metric("stable_rank", "$\\sum_i \\sigma_i^2 / \\sigma_1^2$", "1",
-           "below half of where it was (0.7 for head and attention output): collapse"),
-    Metric("effective_rank", "$\\exp(-\\sum_i p_i \\ln p_i)$, $p_i = \\sigma_i / \\sum \\sigma$ (Roy and Vetterli 2007)", "1", "the same"),
-))
+    "health/<layer>/",
+    "an eigenvalue problem a layer, every `health_every` steps; waits for the device",
+    "the singular values $\\sigma_i$ of a linear layer's weight, or of a convolution's filters as "
+    "rows",
+    (
+        Metric("spectral_norm", "$\\sigma_1$", "of $w$", "grows without end: instability"),
+        Metric(
+            "stable_rank", "$\\sum_i \\sigma_i^2 / \\sigma_1^2$", "1",
+            "below half of where it was (0.7 for head and attention output): collapse",
+        ),
+        Metric(
+            "effective_rank",
+            "$\\exp(-\\sum_i p_i \\ln p_i)$, $p_i = \\sigma_i / \\sum \\sigma$ (Roy and Vetterli "
+            "2007)",
+            "1",
+            "the same",
+        ),
+    ),
+)
 
 # %% ../../nbs/watching/00_metrics.ipynb #6ee02998
-TRAINING = MetricGroup("(no path: first in a row)", "nothing", "the step", (
-    Metric("loss", "mean cross-entropy of the batch, per token or per label; `val_loss` of the validation windows",
-           "nats", "NaN, or rising"),
-    Metric("perplexity", "$e^{\\mathrm{loss}}$; also `val_perplexity`", "1",
-           "above the vocabulary's size: worse than knowing nothing"),
-    Metric("val_micro_f1", "F1 over all answers about documents (`task: multilabel`), see `label_scores`", "1",
-           "0 while the loss falls: no label passes 1/2"),
-    Metric("val_macro_f1", "the same for each label, and the mean", "1",
-           "far below `val_micro_f1`: rare labels are never said"),
-    Metric("val_roc_auc", "mean over labels of the area under the ROC curve", "1", "near 1/2: no better than chance"),
-    Metric("val_pr_auc", "mean over labels of the area under the precision-recall curve", "1",
-           "near the labels' frequency: no better than chance"),
-    Metric("lr", "learning rate of AdamW: of all weights, or of those that the update rule has not", "AdamW's", ""),
-    Metric("rule_lr", "learning rate of the update rule, where the linear weights have one of their own", "of the rule", ""),
-    Metric("nonfinite_weights", "weights on a grid whose new value was NaN or infinite: they keep their code", "weights",
-           "above 0: so much was lost"),
-    Metric("grad_norm", "global L2 norm before clipping", "1", "NaN: the update is skipped"),
-    Metric("tokens_per_s", "tokens of the update / its seconds", "1/s", "falls: the machine is shared or too hot"),
-    Metric("wall_clock_s", "seconds of training so far", "s", ""),
-    Metric("memory_bytes", "largest so far: of the process, or allocated on the GPU", "bytes",
-           "grows from step to step: a leak"),
-))
+TRAINING = MetricGroup(
+    "(no path: first in a row)",
+    "nothing",
+    "the step",
+    (
+        Metric(
+            "loss",
+            "mean cross-entropy of the batch, per token or per label; `val_loss` of the validation "
+            "windows",
+            "nats",
+            "NaN, or rising",
+        ),
+        Metric(
+            "perplexity", "$e^{\\mathrm{loss}}$; also `val_perplexity`", "1",
+            "above the vocabulary's size: worse than knowing nothing",
+        ),
+        Metric(
+            "val_micro_f1",
+            "F1 over all answers about documents (`task: multilabel`), see `label_scores`", "1",
+            "0 while the loss falls: no label passes 1/2",
+        ),
+        Metric(
+            "val_macro_f1", "the same for each label, and the mean", "1",
+            "far below `val_micro_f1`: rare labels are never said",
+        ),
+        Metric(
+            "val_roc_auc", "mean over labels of the area under the ROC curve", "1",
+            "near 1/2: no better than chance",
+        ),
+        Metric(
+            "val_pr_auc", "mean over labels of the area under the precision-recall curve", "1",
+            "near the labels' frequency: no better than chance",
+        ),
+        Metric(
+            "lr",
+            "learning rate of AdamW: of all weights, or of those that the update rule has not",
+            "AdamW's", "",
+        ),
+        Metric(
+            "rule_lr",
+            "learning rate of the update rule, where the linear weights have one of their own",
+            "of the rule", "",
+        ),
+        Metric(
+            "nonfinite_weights",
+            "weights on a grid whose new value was NaN or infinite: they keep their code",
+            "weights", "above 0: so much was lost",
+        ),
+        Metric("grad_norm", "global L2 norm before clipping", "1", "NaN: the update is skipped"),
+        Metric(
+            "tokens_per_s", "tokens of the update / its seconds", "1/s",
+            "falls: the machine is shared or too hot",
+        ),
+        Metric("wall_clock_s", "seconds of training so far", "s", ""),
+        Metric(
+            "memory_bytes", "largest so far: of the process, or allocated on the GPU", "bytes",
+            "grows from step to step: a leak",
+        ),
+    ),
+)
 
+# %% ../../nbs/watching/00_metrics.ipynb #3396fc63
 METRICS = (TRAINING, QUANTIZATION, UPDATES, GRADIENTS, SHADOW, ATTENTION, HEALTH)

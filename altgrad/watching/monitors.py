@@ -35,8 +35,10 @@ class GradientSums(NamedTuple):
     dead: Any  # share of the rows
     elements: Any
 
+# %% ../../nbs/watching/04_monitors.ipynb #d705f548
 class GradientCounts:
-    "Norms, signal-to-noise ratio and dead neurons of the weight gradients of linear layers and convolutions."
+    """Norms, signal-to-noise ratio and dead neurons of the weight
+    gradients of linear layers and convolutions."""
     def __init__(
         self,
         model: nn.Module,
@@ -44,7 +46,9 @@ class GradientCounts:
         dead_after: int = 10,  # and dead after so many silent measured steps in a row
     ):
         kinds = tuple(CLASSES)
-        self.layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+        self.layers: dict[str, Any] = {
+            name: m for name, m in model.named_modules() if isinstance(m, kinds)
+        }
         self.dead_below, self.dead_after = dead_below, dead_after
         self.silent: dict[str, Tensor] = {}  # measured steps in a row for which each row was silent
 
@@ -59,7 +63,9 @@ class GradientCounts:
             self.silent[name] = torch.where(rows < self.dead_below, before + 1, 0)
             dead = (self.silent[name] >= self.dead_after).float().mean()
             norm, elements = torch.linalg.vector_norm(g), dead.new_full((), g.numel())
-            parcel["gradients", name] = torch.stack(GradientSums(norm, rows.amax(), g.mean(), dead, elements))
+            parcel["gradients", name] = torch.stack(
+                GradientSums(norm, rows.amax(), g.mean(), dead, elements)
+            )
 
 # %% ../../nbs/watching/04_monitors.ipynb #67bf0eb1
 def _snr(g: GradientSums) -> float:
@@ -87,8 +93,10 @@ def gradient_metrics(
 # %% ../../nbs/watching/04_monitors.ipynb #63eba4ea
 ENTROPIES = ("entropy", "entropy_share")
 
+# %% ../../nbs/watching/04_monitors.ipynb #0c91cb67
 class AttentionEntropy:
-    "The entropy of every head on the first sequence of a batch, of modules that have a `probe` for queries and keys."
+    """The entropy of every head on the first sequence of a batch,
+    of modules that have a `probe` for queries and keys."""
     def __init__(self, model: nn.Module):
         named = model.named_modules()
         self.layers = {name: m for name, m in named if hasattr(m, "probe") and hasattr(m, "n_head")}
@@ -109,6 +117,7 @@ class AttentionEntropy:
         seen = total([v if first else torch.zeros_like(v) for v in self.seen.values()])
         for name, value in zip(self.seen, seen): parcel["attention", name] = value
 
+# %% ../../nbs/watching/04_monitors.ipynb #5eaf44d8
 def attention_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
 ) -> dict[str, float]:  # path to value
@@ -117,13 +126,15 @@ def attention_metrics(
     least: dict[str, float] = {}
     for layer, table in rows_of(found, "attention").items():
         for name, heads in zip(ENTROPIES, table):
-            for head, value in enumerate(heads): values[f"attention/{layer}/{head}/{name}"] = float(value)
+            for head, value in enumerate(heads):
+                values[f"attention/{layer}/{head}/{name}"] = float(value)
             path = f"attention/all/min/{name}"
             least[path] = min(least.get(path, math.inf), float(heads.min()))
     return values | least
 
 # %% ../../nbs/watching/04_monitors.ipynb #6a662f4d
-RANKS = {"spectral_norm": max, "stable_rank": min, "effective_rank": min}  # and which one stands for all layers
+# and which one stands for all layers
+RANKS = {"spectral_norm": max, "stable_rank": min, "effective_rank": min}
 
 @torch.no_grad()
 def matrix_health(
@@ -141,6 +152,7 @@ def matrix_health(
     found = s.max(), stable, torch.where(s.sum() > 0, effective, 0.0)
     return tuple(torch.where(finite, v.nan_to_num(0.0), torch.nan) for v in found)
 
+# %% ../../nbs/watching/04_monitors.ipynb #2384a537
 def measure_health(model: nn.Module, parcel: Parcel) -> None:
     "Puts the health of every linear layer's and convolution's weight into the parcel."
     kinds: Any = tuple(CLASSES)
@@ -157,7 +169,8 @@ def health_metrics(
               for layer, row in rows.items() for name, value in zip(RANKS, row)}
     if not rows: return values
     columns = np.stack(list(rows.values())).T
-    for (name, pick), column in zip(RANKS.items(), columns): values[f"health/all/{name}"] = float(pick(column))
+    for (name, pick), column in zip(RANKS.items(), columns):
+        values[f"health/all/{name}"] = float(pick(column))
     return values
 
 # %% ../../nbs/watching/04_monitors.ipynb #574358e0
@@ -195,7 +208,9 @@ class Monitors:
         self.points, self.updates = PointCounts(model), UpdateCounts(model)
         self.of_gradients, self.attention = GradientCounts(model), AttentionEntropy(model)
         # of what is in the parcel; others may be added
-        self.readers: list[Reader] = [update_metrics, gradient_metrics, attention_metrics, health_metrics]
+        self.readers: list[Reader] = [
+            update_metrics, gradient_metrics, attention_metrics, health_metrics
+        ]
         self.active = False
 
     def begin(self, step: int) -> None:
@@ -226,7 +241,8 @@ class Monitors:
         return Measurement(self.step, values, histograms)
 
     def state_dict(self) -> dict[str, Any]:
-        "What a checkpoint needs, as plain tensors: where weights began, and which neurons are silent since when."
+        """What a checkpoint needs, as plain tensors: where weights began,
+        and which neurons are silent since when."""
         origin = {name: list(o) for name, o in self.updates.origin.items()}
         return {"origin": origin, "silent": dict(self.of_gradients.silent)}
 

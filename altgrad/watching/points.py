@@ -31,10 +31,13 @@ def plot_ranges(
     values: Mapping[str, float],  # path to value, from a `Measurement`
     formats: Mapping[str, FP8Format | str],  # of each kind of tensor
 ) -> Any:  # the matplotlib figure
-    "RMS and amax of every rounded tensor in its format's range, in octaves below the largest value."
+    """RMS and amax of every rounded tensor in its format's range,
+    in octaves below the largest value."""
     import matplotlib.pyplot as plt
     known = {path for path, value in values.items() if not math.isnan(value)}
-    rows = [path.split("/")[1:3] for path in values if path in known and path.endswith("/rms_octaves")]
+    rows = [
+        path.split("/")[1:3] for path in values if path in known and path.endswith("/rms_octaves")
+    ]
     fig, ax = plt.subplots(figsize=(7, 0.6 + 0.17 * len(rows)), layout="constrained")
     for y, (layer, kind) in enumerate(rows):
         fmt, path = get_format(formats[kind]), f"quantization/{layer}/{kind}"
@@ -75,7 +78,9 @@ def plot_histogram_over_time(
     return fig
 
 # %% ../../nbs/watching/02_points.ipynb #13d11958
-def _of_all(points: Mapping[Any, Quantizer], found: dict[Any, Tensor], mean: bool = False) -> dict[Any, Tensor]:
+def _of_all(
+    points: Mapping[Any, Quantizer], found: dict[Any, Tensor], mean: bool = False
+) -> dict[Any, Tensor]:
     "What was found, with what the other processes of the run found in their parts."
     keys = [key for key in found if points[key].parted]
     parts = [found[key] / world() if mean else found[key] for key in keys]
@@ -89,6 +94,7 @@ def _sums_of_all(points: Mapping[Any, Quantizer], sums: dict[Any, Tensor]) -> di
     added = _of_all(points, sums)
     return added | {key: merge_sums(added[key], top) for key, top in zip(keys, tops)}
 
+# %% ../../nbs/watching/02_points.ipynb #3750c41e
 def by_format(formats: Mapping[Any, FP8Format]) -> dict[FP8Format, list]:
     "The keys of each format, so that tensors of one are worked on together."
     groups: dict[FP8Format, list] = {}
@@ -147,13 +153,17 @@ class PointCounts:
         for key, q in self.points.items(): q.probe = partial(self._round, key)
         self.counts = {name: w.how["counts"].clone() for name, w in self.on_grid.items()}
 
-    def _round(self, key: tuple[str, str], x: Tensor, scale: Tensor, random: int | Tensor | None) -> Tensor:
+    def _round(
+        self, key: tuple[str, str], x: Tensor, scale: Tensor, random: int | Tensor | None
+    ) -> Tensor:
         "What the point would return."
         y, sums = round_and_sum(x.detach(), self.points[key].precision, scale, random)
         self._enter(key, x.detach(), y, scale, sums)
         return y
 
-    def _enter(self, key: tuple[str, str], x: Tensor, y: Tensor, scale: Tensor, new: Tensor) -> None:
+    def _enter(
+        self, key: tuple[str, str], x: Tensor, y: Tensor, scale: Tensor, new: Tensor
+    ) -> None:
         "Takes one rounding; micro-batches are merged, of scales and samples the last is kept."
         old, s = self.sums.get(key), sample_scale(scale, x.shape)
         self.sums[key] = new if old is None else merge_sums(old + new, torch.maximum(old, new))
@@ -218,8 +228,13 @@ def point_metrics(
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:  # path to value; path to histogram
     "The metrics of `QUANTIZATION` by point, and under `all` by kind."
     keys = [(name[1], name[2]) for name in found if name[0] == "sums"]
-    rows = [_Row(layer, kind, found["sums", layer, kind], float(found["scale", layer, kind]), formats[layer, kind])
-            for layer, kind in keys]
+    rows = [
+        _Row(
+            layer, kind, found["sums", layer, kind], float(found["scale", layer, kind]),
+            formats[layer, kind],
+        )
+        for layer, kind in keys
+    ]
     if not rows: return {}, {}
     kinds = dict.fromkeys(row.kind for row in rows)
     pooled = [_row_of_all(kind, [r for r in rows if r.kind == kind]) for kind in kinds]
@@ -227,7 +242,8 @@ def point_metrics(
     histograms: dict[str, np.ndarray] = {}
     for row in rows:
         key, path = (row.layer, row.kind), f"quantization/{row.layer}/{row.kind}"
-        if ("distance", *key) in found: values[f"{path}/grid_distance"] = float(found["distance", *key])
+        if ("distance", *key) in found:
+            values[f"{path}/grid_distance"] = float(found["distance", *key])
         if ("histogram", *key) not in found: continue
         counts = found["histogram", *key].astype(np.int64)
         histograms[f"{path}/histogram"] = counts
@@ -241,7 +257,8 @@ def point_metrics(
 def bit_histogram(
     model: nn.Module,  # with at least one quantized layer, else the counts are all zero
 ) -> list[int]:  # 256 counts, in code order
-    "How many finite quantized weights have each code: of wider codes the top 8 bits, narrower ones at the top."
+    """How many finite quantized weights have each code:
+    of wider codes the top 8 bits, narrower ones at the top."""
     count = torch.zeros(256, dtype=torch.int64)
     for _, layer in quantized_layers(model):
         grid = layer.weight if isinstance(layer.weight, GridTensor) else None

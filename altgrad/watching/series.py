@@ -35,7 +35,9 @@ def plot_by_layer(
     import matplotlib.pyplot as plt
     metrics, log = list(metrics), set(log)
     size = (7, 2 * len(metrics))
-    fig, axes = plt.subplots(len(metrics), 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
+    fig, axes = plt.subplots(
+        len(metrics), 1, figsize=size, sharex=True, squeeze=False, layout="constrained"
+    )
     for ax, metric in zip(axes[:, 0], metrics):
         for path, (steps, values) in series.items():
             if not f"/{path}".endswith(f"/{metric}"): continue
@@ -69,9 +71,11 @@ def _listed(folder: Path) -> dict[str, str] | None:
     try: listed = parse_json(read_small(folder / "parts.json", LARGEST_RECORD))
     except ValueError: return None
     if not isinstance(listed, dict): return None
-    if any(_step_of(part) < 0 or not isinstance(sha, str) for part, sha in listed.items()): return None
+    if any(_step_of(part) < 0 or not isinstance(sha, str) for part, sha in listed.items()):
+        return None
     return {part: listed[part] for part in sorted(listed, key=_step_of)}
 
+# %% ../../nbs/watching/05_series.ipynb #58712cf5
 def _part_fault(path: Path, sha: str) -> str:
     "What is wrong with a listed part; empty if nothing is."
     if path.exists() and not path.is_file(): return "not a file"  # a pipe would be waited for
@@ -80,7 +84,8 @@ def _part_fault(path: Path, sha: str) -> str:
     return "" if hashlib.sha256(data).hexdigest() == sha else "damaged (its SHA-256 differs)"
 
 def _first_fault(folder: Path) -> tuple[float, str]:
-    "Up to which step the parts are what was written, and the first fault; infinite and empty if all are."
+    """Up to which step the parts are what was written, and the first fault;
+    infinite and empty if all are."""
     listed = _listed(folder)
     if listed is None: return 0, f"{folder / 'parts.json'} is missing or damaged"
     for part, sha in listed.items():
@@ -113,11 +118,14 @@ def _write_parts(folder: Path, waiting: list[Measurement]) -> dict[str, str]:
 
 # %% ../../nbs/watching/05_series.ipynb #2f264fa1
 class SeriesLog:
-    "Keeps a run's measurements in a folder: parts of values and histograms, one for each `flush`, listed in `parts.json`."
+    """Keeps a run's measurements in a folder: parts of values and histograms,
+    one for each `flush`, listed in `parts.json`."""
     def __init__(self, folder: Path | str):
         try: import pyarrow  # noqa: F401
         except ModuleNotFoundError:
-            raise InputError("what monitors measure is stored with the package pyarrow (pip install pyarrow)") from None
+            raise InputError(
+                "what monitors measure is stored with the package pyarrow (pip install pyarrow)"
+            ) from None
         self.folder = Path(folder)
         self.waiting: list[Measurement] = []
         self.listed = _listed(self.folder)
@@ -127,7 +135,8 @@ class SeriesLog:
         if m.values or m.histograms: self.waiting.append(m)
 
     def flush(self) -> None:
-        "Writes what was taken since the last flush as a part; from the first flush on there is a list."
+        """Writes what was taken since the last flush as a part;
+        from the first flush on there is a list."""
         if not self.waiting and self.listed is not None: return
         make_folder(self.folder)
         new = _write_parts(self.folder, self.waiting) if self.waiting else {}
@@ -140,7 +149,8 @@ class SeriesLog:
         self.listed = parts
 
     def whole_steps(self) -> float:  # 0 without a list, infinite where every part is what was written
-        "Up to which step nothing is damaged or missing; the first fault is named on the error stream."
+        """Up to which step nothing is damaged or missing;
+        the first fault is named on the error stream."""
         before, fault = _first_fault(self.folder)
         said = f"{fault}: what was measured after step {before} is measured again"
         if fault: print(said, file=sys.stderr, flush=True)
@@ -169,6 +179,7 @@ def _read_parts(folder: Path, kind: str, column: str) -> Iterator[tuple[str, int
         except Exception as e: raise InputError(f"{path} is damaged ({one_line(e, 100)})") from None
         yield from ((row["path"], row["step"], row[column]) for row in rows)
 
+# %% ../../nbs/watching/05_series.ipynb #5616a8a9
 def _by_path(rows: Iterable[tuple[str, int, Any]]) -> Series:
     "Rows of path, step and value as a series for each path."
     found: dict[str, list[tuple[int, Any]]] = {}
@@ -187,6 +198,7 @@ def read_histograms(folder: Path | str) -> Series:
     "Steps [n] and counts by code [n, 256] of every path that a `SeriesLog` holds."
     return _by_path(_read_parts(Path(folder), "histograms", "counts"))
 
+# %% ../../nbs/watching/05_series.ipynb #8fcdb550
 def series_of(measurements: Iterable[Measurement]) -> Series:
     "The series of measurements in memory."
     rows = ((path, m.step, value) for m in measurements for path, value in m.values.items())

@@ -21,7 +21,8 @@ from .sums import Parcel, rows_of
 
 # %% ../../nbs/watching/07_shadow.ipynb #dcc7e6a3
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    "The states of torch's generators that a model on this device draws from; on a GPU this waits for nothing."
+    """The states of torch's generators that a model on this device draws from;
+    on a GPU this waits for nothing."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda": states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -31,11 +32,13 @@ def _restore(states: Mapping[str, Tensor], device: torch.device) -> None:
     if "cuda" in states: torch.cuda.set_rng_state(states["cuda"], device)
 
 def linear_weights(model: nn.Module) -> dict[str, Tensor]:
-    "The weights of all linear layers and convolutions that are trained, by the layer's qualified name."
+    """The weights of all linear layers and convolutions that are trained,
+    by the layer's qualified name."""
     kinds = tuple(CLASSES)
     found = ((name, m.weight) for name, m in model.named_modules() if isinstance(m, kinds))
     return {name: w for name, w in found if isinstance(w, Tensor) and w.requires_grad}
 
+# %% ../../nbs/watching/07_shadow.ipynb #fdf29f08
 def shadow_gradients(
     model: nn.Module,
     batches: Sequence[tuple[Tensor, Tensor]],  # a step's micro-batches: tokens and next tokens, int64 [B, T]
@@ -64,6 +67,7 @@ class ShadowSums(NamedTuple):
     shadow: Any  # squared
     error: Any  # squared
 
+# %% ../../nbs/watching/07_shadow.ipynb #432753eb
 class Shadow:
     "Runs a model's FP32 shadow beside its steps."
     def __init__(
@@ -99,7 +103,8 @@ class Shadow:
 def shadow_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
 ) -> dict[str, float]:  # path to value; NaN where it is not defined
-    "Cosine and signal-to-noise ratio by layer, and under `all` of the gradient of all layers that round something."
+    """Cosine and signal-to-noise ratio by layer,
+    and under `all` of the gradient of all layers that round something."""
     rows = rows_of(found, "shadow")
     rounded = [found[key] for key in found if key[0] == "shadow" and key[2]]
     if rounded: rows["all"] = np.sum(rounded, 0)
@@ -107,7 +112,9 @@ def shadow_metrics(
     with np.errstate(divide="ignore", invalid="ignore"):
         for name, row in rows.items():
             of = ShadowSums(*row)
-            cosine = of.both / np.sqrt(of.gradient * of.shadow) if of.gradient and of.shadow else np.nan
+            cosine = (
+                of.both / np.sqrt(of.gradient * of.shadow) if of.gradient and of.shadow else np.nan
+            )
             snr = 10 * np.log10(of.shadow / of.error) if of.shadow else np.nan
             values[f"shadow/{name}/cosine"] = float(cosine)
             values[f"shadow/{name}/snr_db"] = float(snr)

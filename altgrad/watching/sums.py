@@ -46,6 +46,7 @@ class Sum:
 
 def _count(mask: Tensor) -> Tensor: return mask.float().sum()
 
+# %% ../../nbs/watching/01_sums.ipynb #a4ac9ff3
 SUMS = (
     Sum("overflow", lambda r: _count(r.beyond & r.finite)),
     Sum("underflow", lambda r: _count((r.y == 0) & (r.x != 0))),
@@ -64,7 +65,8 @@ PLACE = {s.name: i for i, s in enumerate(SUMS)}  # of each sum in a row of them
 _FORMULAS = [s.of for s in SUMS if s.of]
 
 def _rounding_sums(x: Tensor, y: Tensor, inverse: Tensor, unit: Tensor, limits: Tensor) -> Tensor:
-    "The formulas of `SUMS`; values and errors are those of `x * unit`, which stay in float32's range."
+    """The formulas of `SUMS`; values and errors are those of `x * unit`,
+    which stay in float32's range."""
     x, y = x.float(), y.float()
     finite = x.abs() < torch.inf
     z, v = x * inverse, torch.where(finite, x, 0.0)
@@ -78,8 +80,10 @@ def _limits(fmt: FP8Format, device: torch.device) -> Tensor:
     return torch.tensor([fmt.min, fmt.max], device=device)
 
 @cache
-def _powers(device: torch.device) -> Tensor: return torch.tensor([s.power for s in SUMS], device=device)
+def _powers(device: torch.device) -> Tensor:
+    return torch.tensor([s.power for s in SUMS], device=device)
 
+# %% ../../nbs/watching/01_sums.ipynb #898878a1
 @cache
 def _maxima(device: torch.device) -> Tensor:
     return torch.tensor([s.merge == "maximum" for s in SUMS], device=device)
@@ -99,7 +103,8 @@ def add_sums(rows: np.ndarray) -> np.ndarray:  # [sums]
     return np.where(maxima, rows.max(0), rows.sum(0))
 
 # %% ../../nbs/watching/01_sums.ipynb #9d8594c0
-_PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a compiled pass; counts stay exact in float32
+# elements of a compiled pass; counts stay exact in float32
+_PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
 _FROM = 1 << 17  # elements from which on a pass is compiled
 
 @cache
@@ -113,7 +118,9 @@ def _takes_compiler(x: Tensor) -> bool:
     if path == "compiled": return True
     return path == "auto" and x.numel() >= _FROM and x.device.type in K.STRICT
 
-def _pass(body: Callable, compiled: bool, parts: Sequence[Tensor], rest: Sequence[Tensor]) -> Tensor:
+def _pass(
+    body: Callable, compiled: bool, parts: Sequence[Tensor], rest: Sequence[Tensor]
+) -> Tensor:
     "What `body` gives for one piece, and the number of its elements, in float64."
     first, found = parts[0], None
     if compiled: found = K.attempt(lambda: _compiled(body, first.device.type)(*parts, *rest))
@@ -202,6 +209,7 @@ def _one_pass(x: Tensor, p: Precision, scale: Tensor) -> tuple[Tensor, Tensor] |
     whole = rounded[0] if len(rounded) == 1 else torch.cat(rounded)
     return whole.view(x.shape), _in_units_of_x(total, unit)
 
+# %% ../../nbs/watching/01_sums.ipynb #46115363
 @torch.no_grad()
 def round_and_sum(
     x: Tensor,  # float tensor of any shape, not empty
@@ -239,13 +247,15 @@ def histogram_metrics(
 SAMPLE = 4096  # elements of a tensor that stand for it where a pass over all would cost too much
 COUNTED = 1 << 18  # elements, or up to twice as many, that a histogram counts
 
+# %% ../../nbs/watching/01_sums.ipynb #84d0e590
 @torch.no_grad()
 def code_counts(
     y: Tensor,  # a rounded tensor of any shape, not empty
     scale: Tensor,  # broadcastable to `y`
     fmt: FP8Format,
 ) -> Tensor:  # int64 [256]; of formats with more bits, by the top 8
-    "How many elements of a rounded tensor have each code; of a large tensor, elements at equal distances."
+    """How many elements of a rounded tensor have each code;
+    of a large tensor, elements at equal distances."""
     every = max(1, y.numel() // COUNTED)
     s = scale.expand(y.shape).reshape(-1)[::every] if scale.dim() else scale
     q = y.reshape(-1)[::every].float() / s
@@ -257,6 +267,7 @@ def code_counts(
     if fmt.bits > 8: return counts.view(256, -1).sum(1)
     return torch.cat([counts, counts.new_zeros(256 - len(counts))])
 
+# %% ../../nbs/watching/01_sums.ipynb #5b9c717b
 @cache
 def _sample_index(n: int, device: torch.device) -> Tensor:
     return torch.arange(SAMPLE, device=device) * n // SAMPLE

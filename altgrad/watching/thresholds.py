@@ -28,7 +28,8 @@ from .monitors import Measurement
 # %% ../../nbs/watching/06_thresholds.ipynb #230e1ac5
 @dataclass(frozen=True)
 class Thresholds:
-    "Where metrics leave their healthy range; None switches a warning off. InputError for what is not a number."
+    """Where metrics leave their healthy range; None switches a warning off.
+    InputError for what is not a number."""
     overflow_rate: float | None = 0.01  # of a tensor's elements, above
     underflow_rate: float | None = 0.01  # above
     nonfinite_rate: float | None = 0.0  # above
@@ -60,6 +61,7 @@ class Thresholds:
         if metric not in _NAMES: return None, True
         return getattr(self, metric), metric not in ("entropy_share", "cosine")
 
+# %% ../../nbs/watching/06_thresholds.ipynb #b63fd90e
 _OTHERS = {"strict", "patience", "rise", "rank_drop", "rank_drop_strict"}
 _NAMES = {f.name for f in fields(Thresholds)} - _OTHERS  # fields that are metrics
 
@@ -85,7 +87,8 @@ def trend(
     values: Iterable[float],  # at equal distances, at least three
     at: Iterable[float] | None = None,  # or here
 ) -> tuple[float, float]:  # slope for each unit of `at`, and its standard error
-    "The least-squares line's slope; NaN where a value is not finite. InputError for fewer than three values."
+    """The least-squares line's slope; NaN where a value is not finite.
+    InputError for fewer than three values."""
     y = np.asarray(list(values), float)
     t = np.arange(len(y), dtype=float) if at is None else np.asarray(list(at), float)
     if len(y) < 3: raise InputError(f"a trend needs at least three values, not {len(y)}")
@@ -95,6 +98,7 @@ def trend(
     variance = (residual**2).sum() / (len(y) - 2) / (t * t).sum()
     return float(slope), float(math.sqrt(variance))
 
+# %% ../../nbs/watching/06_thresholds.ipynb #d99e05e3
 def rise_of(
     losses: Iterable[float],  # at equal distances
 ) -> tuple[float, bool]:  # as a share of their mean; whether three standard errors are below it
@@ -108,12 +112,14 @@ def diverges(losses: Iterable[float], rise: float) -> bool:
     share, surely = rise_of(losses)
     return surely and share > rise
 
+# %% ../../nbs/watching/06_thresholds.ipynb #62d6900f
 def converged(
     steps: Iterable[int],  # of the losses
     losses: Iterable[float],  # at least three; the window that is judged
     tolerance: float = 0.002,  # smallest fall worth waiting for, as a share of the loss
 ) -> bool:
-    "Whether as many steps again should lower the loss by less than `tolerance`, with two standard errors of hope."
+    """Whether as many steps again should lower the loss by less than `tolerance`,
+    with two standard errors of hope."""
     t, y = list(steps), list(losses)
     slope, error = trend(y, t)
     fall = -(slope - 2 * error) * (t[-1] - t[0])
@@ -146,7 +152,8 @@ class Alarms:
         return [alert for alert in found if alert]
 
     def _judge(self, step: int, path: str, value: float) -> Alert | None:
-        "An alert if a metric of one layer crosses its line; ranks are compared with what they were."
+        """An alert if a metric of one layer crosses its line;
+        ranks are compared with what they were."""
         parts = path.split("/")
         if len(parts) < 3 or parts[1] == "all" or math.isnan(value): return None
         limit, below = self.thresholds.limit(parts[1], parts[-1])
@@ -163,7 +170,9 @@ class Alarms:
 
     def state_dict(self) -> dict[str, Any]:
         "What a checkpoint needs, as plain values."
-        return {"ringing": sorted(self.ringing), "first": dict(self.first), "losses": list(self.losses)}
+        return {
+            "ringing": sorted(self.ringing), "first": dict(self.first), "losses": list(self.losses)
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         "Goes on where `state_dict` was called."
@@ -198,7 +207,8 @@ def neighbour_format(
 
 # %% ../../nbs/watching/06_thresholds.ipynb #035507f5
 def _recode(grid: GridTensor, fmt: FP8Format) -> None:
-    "Gives a grid weight another format of eight bits, in place: its values are rounded to nearest under a new scale."
+    """Gives a grid weight another format of eight bits, in place:
+    its values are rounded to nearest under a new scale."""
     w = grid.dequantize()
     scale = compute_scale(w.abs().amax(), fmt)
     grid.how = {**grid.how, "fmt": fmt}  # copies of the weight share the old one
@@ -211,7 +221,8 @@ def set_weight_format(
     optimizers: Iterable[torch.optim.Optimizer],  # whose geometry follows
     formats: dict[str, str],  # layer to the spec of its new format
 ) -> None:
-    "Changes weight formats in the middle of a run, or after a restart before weights are loaded; moments stay."
+    """Changes weight formats in the middle of a run,
+    or after a restart before weights are loaded; moments stay."""
     layers, new = dict(quantized_layers(model)), {}
     for name, spec in formats.items():
         q, weight, fmt = layers[name].points["weight"], layers[name].weight, get_format(spec)

@@ -41,7 +41,8 @@ def _spacings(m: Quantized) -> Tensor:
 def plot_stiffness_field(
     model: nn.Module,  # with quantized layers
 ) -> Any:  # the matplotlib figure
-    "Heat map of layer and spacing: the share of a layer's weights with each spacing, relative to its RMS."
+    """Heat map of layer and spacing:
+    the share of a layer's weights with each spacing, relative to its RMS."""
     import matplotlib.pyplot as plt
     layers, bins = dict(quantized_layers(model)), np.arange(-16, 4)
     counts = [np.histogram(_spacings(m).cpu(), bins)[0] / m.weight.numel() for m in layers.values()]
@@ -63,7 +64,8 @@ def _count_piece(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tens
     return torch.stack([torch.count_nonzero(mask) for mask in (over, under, moved, flipped)])
 
 def _counts(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -> Tensor:
-    "The numbers of `Writes` of one weight tensor, int64 on its device; on a CPU in pieces that stay in the cache."
+    """The numbers of `Writes` of one weight tensor, int64 on its device;
+    on a CPU in pieces that stay in the cache."""
     size = K.CHUNK if w.device.type == "cpu" else max(1, w.numel())
     pieces = [t.reshape(-1).split(size) for t in (w, old_w, q, old_q)]
     if limit.numel() == 1: limits = [limit] * len(pieces[0])
@@ -75,7 +77,8 @@ def _rate(count: int, of: int) -> float | None: return count / of if of else Non
 
 # %% ../../nbs/watching/03_updates.ipynb #c637bbf1
 class WeightMonitor:
-    "Counts what an optimizer step did to the quantized weights; call `measure` once after each step."
+    """Counts what an optimizer step did to the quantized weights;
+    call `measure` once after each step."""
     def __init__(self, model: nn.Module):
         self.layers = [layer for _, layer in quantized_layers(model)]
         self.last = [self._state(layer) for layer in self.layers]
@@ -83,19 +86,22 @@ class WeightMonitor:
     @staticmethod
     @torch.no_grad()
     def _state(layer: Quantized) -> tuple[Tensor, Tensor]:
-        "What the next measurement compares with: counts of a grid, or the weight; and its rounded value."
+        """What the next measurement compares with: counts of a grid,
+        or the weight; and its rounded value."""
         w = layer.weight
         if isinstance(w, GridTensor): return w.how["counts"].clone(), w.dequantize()
         return w.detach().float().clone(), layer.quantized_weight().float()
 
     @torch.no_grad()
     def measure(self) -> dict[str, float | None]:
-        "`overflow_rate`, `underflow_rate` and `bit_stall_rate` since the last call; None where nothing was counted."
+        """`overflow_rate`, `underflow_rate` and `bit_stall_rate` since the last call;
+        None where nothing was counted."""
         total = torch.zeros(len(Writes._fields), dtype=torch.int64)
         for i, layer in enumerate(self.layers):
             (old_w, old_q), (w, q) = self.last[i], self._state(layer)
             if isinstance(layer.weight, GridTensor): found = w - old_w
-            else: found = _counts(w, old_w, q, old_q, layer.weight_format.max * layer.weight_scale())
+            else:
+                found = _counts(w, old_w, q, old_q, layer.weight_format.max * layer.weight_scale())
             total = total.to(w.device) + found
             self.last[i] = w, q
         n = Writes(*total.tolist())
@@ -111,9 +117,11 @@ class UpdateSums(NamedTuple):
     sign_changes: Any
     weights: Any
 
+# %% ../../nbs/watching/03_updates.ipynb #a6dd71eb
 @cache
 def _update_sums(how: K.How) -> Callable:
-    "A body for `sums_in_pieces`: all of `UpdateSums` but the weights, from old and new weights and scales."
+    """A body for `sums_in_pieces`: all of `UpdateSums` but the weights,
+    from old and new weights and scales."""
     def bits(w, s, grid, dtype):
         z = K.limited((w / s).to(dtype), grid, how, None, unit_in_first_place)
         return (z.float() * s).view(torch.int32)
@@ -125,6 +133,7 @@ def _update_sums(how: K.How) -> Callable:
         return torch.stack([mask.float().sum() for mask in masks])
     return body
 
+# %% ../../nbs/watching/03_updates.ipynb #0ea9fae5
 @torch.no_grad()
 def update_sums(
     before: Tensor,  # float32 weights [out, in]
@@ -143,7 +152,9 @@ def update_sums(
 
 # %% ../../nbs/watching/03_updates.ipynb #3516f9a9
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-SIZES = (*(f"ulps_p{round(100 * q):02d}" for q in QUANTILES), "code_displacement", "decay_stall_rate")
+SIZES = (
+    *(f"ulps_p{round(100 * q):02d}" for q in QUANTILES), "code_displacement", "decay_stall_rate"
+)
 
 @cache
 def _quantiles(device: torch.device) -> Tensor: return torch.tensor(QUANTILES, device=device)
@@ -158,8 +169,10 @@ class _Weight(NamedTuple):
     values: Tensor
     scale: Tensor
 
+# %% ../../nbs/watching/03_updates.ipynb #e0f29add
 def _weight_now(m: Quantized) -> _Weight:
-    "The weight and its scale; the usual recipe's from the two ends, which cost less than magnitudes."
+    """The weight and its scale; the usual recipe's from the two ends,
+    which cost less than magnitudes."""
     point, w = m.points["weight"], plain_weight(m.weight)
     usual = point.scaling is None and point.precision.granularity == "tensor"
     if isinstance(m.weight, GridTensor) or not usual: return _Weight(w, m.weight_scale())
@@ -180,10 +193,12 @@ class _Sample(NamedTuple):
     shrink: float  # the share of a weight that decay takes, where a stall can be seen
 
 def _stall_rates(z: Tensor, shrink: Tensor, fmt: FP8Format) -> Tensor:
-    "The share of non-zero rows' elements that decay by itself does not move; NaN where there is none."
+    """The share of non-zero rows' elements that decay by itself does not move;
+    NaN where there is none."""
     stays = (fake_quantize(z * (1 - shrink[:, None]), fmt) == z) & (z != 0)
     return torch.where(shrink > 0, stays.sum(1) / (z != 0).sum(1), torch.nan)
 
+# %% ../../nbs/watching/03_updates.ipynb #a1a601bb
 def _sizes(fmt: FP8Format, samples: list[_Sample], origins: list[Origin]) -> Tensor:
     "`SIZES` of the layers of one format, [layers, sizes]."
     before = torch.stack([s.before for s in samples])
@@ -213,9 +228,13 @@ class UpdateCounts:
     @torch.no_grad()
     def start(self) -> None:
         "Keeps the weights as they are."
-        self.old = {name: _Weight(*(t.clone() for t in _weight_now(m))) for name, m in self.layers.items()}
+        self.old = {
+            name: _Weight(*(t.clone() for t in _weight_now(m))) for name, m in self.layers.items()
+        }
         grids = {name: m.weight.data for name, m in self.layers.items()}
-        self.counts = {name: w.how["counts"].clone() for name, w in grids.items() if isinstance(w, GridTensor)}
+        self.counts = {
+            name: w.how["counts"].clone() for name, w in grids.items() if isinstance(w, GridTensor)
+        }
 
     @torch.no_grad()
     def stop(self, parcel: Parcel, decay: Mapping[int, float] = {}) -> None:  # noqa: B006
@@ -223,7 +242,8 @@ class UpdateCounts:
         samples = {name: self._compare(name, parcel, decay) for name in self.layers}
         formats = {name: m.weight_format for name, m in self.layers.items()}
         for fmt, names in by_format(formats).items():
-            of_format, origins = [samples[name] for name in names], [self.origin[name] for name in names]
+            of_format = [samples[name] for name in names]
+            origins = [self.origin[name] for name in names]
             parcel["sizes", tuple(names)] = _sizes(fmt, of_format, origins)
         del self.old
 
@@ -247,7 +267,8 @@ class UpdateCounts:
 
 # %% ../../nbs/watching/03_updates.ipynb #f14f3db2
 def _as_written(sums: UpdateSums, n: Writes) -> UpdateSums:
-    "The sums of a weight on a grid, as its writes count: a rule that writes twice in a step updates twice."
+    """The sums of a weight on a grid, as its writes count:
+    a rule that writes twice in a step updates twice."""
     weights = torch.where(n.weights > 0, n.weights.double(), sums.weights)
     return UpdateSums(n.updates.double(), n.flips.double(), sums.sign_changes, weights)
 

@@ -17,7 +17,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-LIMIT, WAIT, LONGEST = 10, 60, 300  # seconds of the processor a case, seconds in all (others may have the cores), characters a line
+# seconds of the processor a case, seconds in all (others may have the cores), characters a line
+LIMIT = 10
+WAIT = 60
+LONGEST = 300
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(3000))
 
 
@@ -40,7 +43,9 @@ class Place:
 
 def assert_line(line: str) -> None:
     "One line for people: not empty, not long, nothing that a terminal obeys."
-    assert line.strip() and "\n" not in line and len(line) <= LONGEST and line.isprintable(), f"no line for people: {line[:400]!r}"
+    assert line.strip() and "\n" not in line and len(line) <= LONGEST and line.isprintable(), (
+        f"no line for people: {line[:400]!r}"
+    )
 
 
 def refused(call: Callable, *args: Any, **kwargs: Any) -> str:
@@ -75,11 +80,14 @@ def told(*argv: Any) -> tuple[int, str, str]:
 
 
 def refused_command(*argv: Any, lines: int = 1) -> str:
-    "The one line of a command that must be refused with exit code 2; `lines` more than one where it says first what it is about to do."
+    """The one line of a command that must be refused with exit code 2;
+    `lines` more than one where it says first what it is about to do."""
     code, out, err = told(*argv)
     said = err.splitlines()
     assert code == 2 and not out, f"exit code {code}, said {err[-300:]!r}, wrote {out[:100]!r}"
-    assert 1 <= len(said) <= lines and said[-1].startswith("altgrad"), f"not one line: {err[:400]!r}"
+    assert 1 <= len(said) <= lines and said[-1].startswith("altgrad"), (
+        f"not one line: {err[:400]!r}"
+    )
     for line in said: assert_line(line)
     return said[-1]
 
@@ -94,8 +102,11 @@ def works(*argv: Any) -> str:
 
 # what all cases read
 
-SMALL = {"model": "gpt-mini", "format": "E4M3", "max_steps": 8, "batch_size": 2, "block_size": 8, "warmup_steps": 2, "eval_every": 4, "eval_windows": 4,
-         "checkpoint_every": 3, "monitor_every": 2, "device": "cpu", "compute_dtype": "float32"}
+SMALL = {
+    "model": "gpt-mini", "format": "E4M3", "max_steps": 8, "batch_size": 2, "block_size": 8,
+    "warmup_steps": 2, "eval_every": 4, "eval_windows": 4, "checkpoint_every": 3,
+    "monitor_every": 2, "device": "cpu", "compute_dtype": "float32",
+}
 
 
 def settings(base: Path, **changes: Any) -> list[str]:
@@ -105,7 +116,8 @@ def settings(base: Path, **changes: Any) -> list[str]:
 
 
 def make_base(base: Path) -> None:
-    "A text, a run that was killed at its seventh step, the same run left alone, and a small sweep's ledger."
+    """A text, a run that was killed at its seventh step,
+    the same run left alone, and a small sweep's ledger."""
     import matplotlib.pyplot  # noqa: F401  # once, and not in every worker
     import torch
 
@@ -115,14 +127,24 @@ def make_base(base: Path) -> None:
     from altgrad.views import autopsy, watch  # noqa: F401
 
     torch.set_num_threads(1)
-    os.environ |= {"ALTGRAD_CACHE": str(base / "cache"), "HOME": str(base), "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {
+        "ALTGRAD_CACHE": str(base / "cache"),
+        "HOME": str(base),
+        "COLUMNS": "120",
+        "HF_HUB_OFFLINE": "1",
+    }
     model.PRESETS["gpt-mini"] = model.GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16)
-    tracking.git_commit = trainer.git_commit = sweep.git_commit = sweep.protocol_commit = lambda: None  # a process each, and nothing here depends on it
+    # a process each, and nothing here depends on it
+    tracking.git_commit = trainer.git_commit = sweep.git_commit = sweep.protocol_commit = lambda: (
+        None
+    )
     (base / "text.txt").write_text(TEXT)
     process = get_context("fork").Process(target=_make_base, args=(base,))
     process.start()
     process.join(300)
-    assert process.exitcode == 0 and (base / "ledger/ledger.jsonl").is_file() and (base / "killed/r/metrics.jsonl").is_file()
+    assert process.exitcode == 0
+    assert (base / "ledger/ledger.jsonl").is_file()
+    assert (base / "killed/r/metrics.jsonl").is_file()
 
 
 def _make_base(base: Path) -> None:
@@ -135,7 +157,10 @@ def _make_base(base: Path) -> None:
 
     from .matrices import MATRIX
 
-    works("train", "bf16_baseline", *settings(base), "--out", base / "whole", "--wandb", "off", "--json")
+    works(
+        "train", "bf16_baseline", *settings(base), "--out", base / "whole", "--wandb", "off",
+        "--json",
+    )
     update, count = trainer.Learner.update, []
 
     def dies(learner, step, *rest):
@@ -144,17 +169,25 @@ def _make_base(base: Path) -> None:
         return update(learner, step, *rest)
 
     trainer.Learner.update = dies
-    told("train", "bf16_baseline", *settings(base), "--out", base / "killed", "--wandb", "off", "--json")
+    told(
+        "train", "bf16_baseline", *settings(base), "--out", base / "killed", "--wandb", "off",
+        "--json",
+    )
     trainer.Learner.update = update
     record = json.loads((base / "killed/r/run.json").read_text())
     (base / "killed/r/run.json").write_text(json.dumps({**record, "exit_reason": "running"}))
-    sweep = Sweep(read_matrix(MATRIX), base / "ledger", Bench(base / "checkpoints", {"tiny": f"path:{base}/text.txt"}))
+    sweep = Sweep(
+        read_matrix(MATRIX), base / "ledger",
+        Bench(base / "checkpoints", {"tiny": f"path:{base}/text.txt"}),
+    )
     with redirect_stderr(io.StringIO()): sweep.build()
     with sweep.ledger.writing() as append:
         for job in sweep.plan().jobs[:4]:
-            append({"run": sweep.run_id(job.arm), **asdict(job.arm), **run_arm(job.arm, sweep.bench), "error": None, "machine": machine(),
-                "versions": versions(),
-                    "stage": job.stage, "lr_edge": job.lr_edge, "tier": 0, "matrix": "test"})
+            append({
+                "run": sweep.run_id(job.arm), **asdict(job.arm), **run_arm(job.arm, sweep.bench),
+                "error": None, "machine": machine(), "versions": versions(), "stage": job.stage,
+                "lr_edge": job.lr_edge, "tier": 0, "matrix": "test",
+            })
 
 
 # thousands of them
@@ -193,7 +226,9 @@ def _outcome(case: Case, base: Path) -> str:
         return ""
     except BaseException as e:
         where = traceback.extract_tb(e.__traceback__)[-1]
-        return " ".join(f"{type(e).__name__}: {e} ({Path(where.filename).name}:{where.lineno})".split())[:400]
+        return " ".join(
+            f"{type(e).__name__}: {e} ({Path(where.filename).name}:{where.lineno})".split()
+        )[:400]
     finally:
         signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -210,7 +245,8 @@ def _work(found: list[Case], base: Path, pipe: Any) -> None:
 
 
 def run(found: list[Case], base: Path, workers: int = 1) -> Iterator[tuple[Case, str]]:
-    "Each case with why it does not hold, as they come; a process that does not come back is killed, and its case has hung."
+    """Each case with why it does not hold, as they come;
+    a process that does not come back is killed, and its case has hung."""
     fork, waiting, busy = get_context("fork"), list(range(len(found)))[::-1], {}
 
     def begin() -> None:
@@ -249,7 +285,9 @@ def report(found: list[Case], failures: list[tuple[Case, str]]) -> str:
     lines = [f"{'group':<14}{'cases':>7}{'controls':>10}{'failed':>8}"]
     for group in [*dict.fromkeys(c.group for c in sorted(found, key=lambda c: c.group)), ""]:
         here = [c for c in found if c.group == group or not group]
-        lines.append(f"{group or 'all':<14}{len(here):>7}{sum(c.right for c in here):>10}{sum(c in here for c, _ in failures):>8}")
+        lines.append(
+            f"{group or 'all':<14}{len(here):>7}{sum(c.right for c in here):>10}{sum(c in here for c, _ in failures):>8}"
+        )
     return "\n".join([*lines, *(f"failed: {c.group} | {c.name} | {why}" for c, why in failures)])
 
 
@@ -263,6 +301,10 @@ def main(seed: int = 0, workers: int = os.cpu_count() or 1, every: int = 1, only
             if why:
                 failures.append((case, why))
                 print(f"FAILED {case.group} | {case.name} | {why}", file=sys.stderr, flush=True)
-            if number % 250 == 0: print(f"{number} of {len(found)} cases, {len(failures)} failed", file=sys.stderr, flush=True)
+            if number % 250 == 0:
+                print(
+                    f"{number} of {len(found)} cases, {len(failures)} failed", file=sys.stderr,
+                    flush=True,
+                )
     print(report(found, failures))
     return int(bool(failures))

@@ -84,7 +84,10 @@ def _fuzz(seed: int, place: Place) -> None:
     path.write_bytes(bytes(data))
     found = either(load_codes, path)
     for value in (found or {}).values():
-        if isinstance(value, Codes): assert value.dequantize().shape == value.codes.shape and (value.scale > 0).all() and value.scale.isfinite().all()
+        if isinstance(value, Codes):
+            assert value.dequantize().shape == value.codes.shape
+            assert (value.scale > 0).all()
+            assert value.scale.isfinite().all()
 
 
 def _tensor(name: str, make: Callable[[Any], Any], place: Place) -> None:
@@ -92,9 +95,13 @@ def _tensor(name: str, make: Callable[[Any], Any], place: Place) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
     _file(place)
-    with safe_open(place.folder / "whole.safetensors", "pt") as file: metadata, tensors = file.metadata(), {k: file.get_tensor(k) for k in file.keys()}
+    with safe_open(place.folder / "whole.safetensors", "pt") as file:
+        metadata = file.metadata()
+        tensors = {k: file.get_tensor(k) for k in file.keys()}
     new = make(tensors[name])
-    tensors = {k: v for k, v in tensors.items() if k != name} | ({name: new} if new is not None else {})
+    tensors = {k: v for k, v in tensors.items() if k != name} | (
+        {name: new} if new is not None else {}
+    )
     save_file(tensors, place.folder / "m.safetensors", metadata)
     _refused(place, (place.folder / "m.safetensors").read_bytes())
 
@@ -136,69 +143,145 @@ def _whole(fmt: str, granularity: Any, place: Place) -> None:
     codes = Codes.of(x, fmt, granularity)
     save_codes({"w": codes, "b": torch.ones(3)}, place.folder / "w.safetensors")
     back = load_codes(place.folder / "w.safetensors")
-    assert torch.equal(back["w"].dequantize(), codes.dequantize()) and torch.equal(back["b"], torch.ones(3)) and back["w"].fmt == codes.fmt
+    assert torch.equal(back["w"].dequantize(), codes.dequantize())
+    assert torch.equal(back["b"], torch.ones(3))
+    assert back["w"].fmt == codes.fmt
 
 
 def cases(rng) -> Iterator[Case]:
     import torch
 
     for i in range(40): yield Case("interchange", f"cut to {i / 40:.1%}", partial(_cut, i / 40))
-    for seed in range(80): yield Case("interchange", f"header fuzz {seed}", partial(_fuzz, rng.randrange(10**9)))
+    for seed in range(80):
+        yield Case("interchange", f"header fuzz {seed}", partial(_fuzz, rng.randrange(10**9)))
     spec = "E4M3b7fn"
-    edits: dict[str, Any] = {"not JSON": "{x", "a list": [], "null": None, "a number": 3, "deep": "[" * 100_000, "no formats": {"weights": {}},
-        "no weights": {"formats": {}}, "text": '"x"', "nothing": "", "NaN": "NaN"}
-    for name, value in edits.items(): yield Case("interchange", f"facts: {name}", partial(_metadata, partial(_const, value)))
-    for key, values in {"exponent_bits": (5, "4", None, -1, 4.0, True), "mantissa_bits": (2, None, "3"), "bias": (3, None, 7.5, "7"),
-        "specials": ("none", "all", None), "signed": (False, 1, None), "subnormals": (False, None), "z": (1,), "name": ("", None, 7)}.items():
-        for value in values: yield Case("interchange", f"format: {key} = {value!r}", partial(_metadata, partial(_fact, spec, key, value)))
-    for key, values in {"format": ("zz", None, 7, [], "E5M2"), "block": (0, -3, "x", 10**9, True, 1.5, [], 7)}.items():
-        for value in values: yield Case("interchange", f"weight: {key} = {value!r}", partial(_metadata, partial(_how, key, value)))
+    edits: dict[str, Any] = {
+        "not JSON": "{x", "a list": [], "null": None, "a number": 3, "deep": "[" * 100_000,
+        "no formats": {"weights": {}}, "no weights": {"formats": {}}, "text": '"x"', "nothing": "",
+        "NaN": "NaN",
+    }
+    for name, value in edits.items():
+        yield Case("interchange", f"facts: {name}", partial(_metadata, partial(_const, value)))
+    for key, values in {
+        "exponent_bits": (5, "4", None, -1, 4.0, True),
+        "mantissa_bits": (2, None, "3"),
+        "bias": (3, None, 7.5, "7"),
+        "specials": ("none", "all", None),
+        "signed": (False, 1, None),
+        "subnormals": (False, None),
+        "z": (1,),
+        "name": ("", None, 7),
+    }.items():
+        for value in values:
+            yield Case(
+                "interchange", f"format: {key} = {value!r}",
+                partial(_metadata, partial(_fact, spec, key, value)),
+            )
+    for key, values in {
+        "format": ("zz", None, 7, [], "E5M2"),
+        "block": (0, -3, "x", 10**9, True, 1.5, [], 7),
+    }.items():
+        for value in values:
+            yield Case(
+                "interchange", f"weight: {key} = {value!r}",
+                partial(_metadata, partial(_how, key, value)),
+            )
     yield Case("interchange", "a weight of another name", partial(_metadata, _renamed))
-    for value in (None, [], {}, 3, "x"): yield Case("interchange", f"formats = {value!r}", partial(_metadata, partial(_top, "formats", value)))
-    for value in (None, [], 3, "x", {"zz": {"format": spec, "block": None}}): yield Case("interchange", f"weights = {value!r}",
-        partial(_metadata, partial(_top, "weights", value)))
-    headers = {"empty": b"", "a list": b"[]", "null": b"null", "text": b"hello", "deep": b"[" * 100_000, "not UTF-8": b"\xff" * 40, "no metadata": None}
-    for name, value in headers.items(): yield Case("interchange", f"header: {name}", partial(_header, partial(_head, value)))
+    for value in (None, [], {}, 3, "x"):
+        yield Case(
+            "interchange", f"formats = {value!r}",
+            partial(_metadata, partial(_top, "formats", value)),
+        )
+    for value in (None, [], 3, "x", {"zz": {"format": spec, "block": None}}):
+        yield Case(
+            "interchange", f"weights = {value!r}",
+            partial(_metadata, partial(_top, "weights", value)),
+        )
+    headers = {
+        "empty": b"", "a list": b"[]", "null": b"null", "text": b"hello", "deep": b"[" * 100_000,
+        "not UTF-8": b"\xff" * 40, "no metadata": None,
+    }
+    for name, value in headers.items():
+        yield Case("interchange", f"header: {name}", partial(_header, partial(_head, value)))
     for name in ("0.weight", "0.weight_scale"):
-        for key, value in (("dtype", "F99"), ("dtype", None), ("shape", [10**9, 10**9]), ("shape", [-1]), ("shape", None), ("data_offsets", [0, 10**12]),
-            ("data_offsets", [5, 1]), ("data_offsets", None), ("data_offsets", [0]), ("dtype", "I8")):
-            yield Case("interchange", f"header: {name} {key} = {value!r}", partial(_header, partial(_in_header, name, key, value)))
+        for key, value in (
+            ("dtype", "F99"),
+            ("dtype", None),
+            ("shape", [10**9, 10**9]),
+            ("shape", [-1]),
+            ("shape", None),
+            ("data_offsets", [0, 10**12]),
+            ("data_offsets", [5, 1]),
+            ("data_offsets", None),
+            ("data_offsets", [0]),
+            ("dtype", "I8"),
+        ):
+            yield Case(
+                "interchange", f"header: {name} {key} = {value!r}",
+                partial(_header, partial(_in_header, name, key, value)),
+            )
     for value in (0.0, -1.0, float("nan"), float("inf")): yield Case("interchange", f"scale {value}",
         partial(_tensor, "0.weight_scale", partial(_filled, value)))
-    for name, make in {"of seven": lambda t: torch.ones(7), "of integers": lambda t: torch.ones((), dtype=torch.int32),
-        "of float64": lambda t: t.double(), "complex": lambda t: torch.ones((), dtype=torch.complex64), "gone": lambda t: None,
-        "of four dimensions": lambda t: torch.ones(1, 1, 1, 1)}.items():
+    for name, make in {
+        "of seven": lambda t: torch.ones(7),
+        "of integers": lambda t: torch.ones((), dtype=torch.int32),
+        "of float64": lambda t: t.double(),
+        "complex": lambda t: torch.ones((), dtype=torch.complex64),
+        "gone": lambda t: None,
+        "of four dimensions": lambda t: torch.ones(1, 1, 1, 1),
+    }.items():
         yield Case("interchange", f"scale {name}", partial(_tensor, "0.weight_scale", make))
-    for name, make in {"float32": lambda t: t.float(), "bfloat16": lambda t: t.bfloat16(), "int32": lambda t: t.view(torch.uint8).int(),
-        "bool": lambda t: t.float() > 0, "gone": lambda t: None, "e5m2": lambda t: t.view(torch.uint8).view(torch.float8_e5m2)}.items():
+    for name, make in {
+        "float32": lambda t: t.float(),
+        "bfloat16": lambda t: t.bfloat16(),
+        "int32": lambda t: t.view(torch.uint8).int(),
+        "bool": lambda t: t.float() > 0,
+        "gone": lambda t: None,
+        "e5m2": lambda t: t.view(torch.uint8).view(torch.float8_e5m2),
+    }.items():
         yield Case("interchange", f"codes {name}", partial(_tensor, "0.weight", make))
-    for kind in ("to a folder", "under nothing", "a number", "no mapping", "a model that is not quantized", "a key that is a number",
-        "metadata that is a number", "metadata that is text"): yield Case("interchange", f"save {kind}", partial(_save, kind))
-    for kind in ("a folder", "a pipe", "a link to itself", "a device", "nothing"): yield Case("interchange", f"load {kind}", partial(_place, kind))
+    for kind in (
+        "to a folder", "under nothing", "a number", "no mapping", "a model that is not quantized",
+        "a key that is a number", "metadata that is a number", "metadata that is text",
+    ):
+        yield Case("interchange", f"save {kind}", partial(_save, kind))
+    for kind in ("a folder", "a pipe", "a link to itself", "a device", "nothing"):
+        yield Case("interchange", f"load {kind}", partial(_place, kind))
     for fmt in ("E0M7", "E1M6", "E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0", "bfloat16"):
-        for granularity in ("tensor", "channel", 16): yield Case("interchange", f"whole {fmt} {granularity}", partial(_whole, fmt, granularity), right=True)
+        for granularity in ("tensor", "channel", 16):
+            yield Case(
+                "interchange", f"whole {fmt} {granularity}", partial(_whole, fmt, granularity),
+                right=True,
+            )
 
 
 def _const(value: Any, _: Any) -> Any: return value if value != "" else " "
 
 
-def _head(value: Any, header: dict) -> Any: return {k: v for k, v in header.items() if k != "__metadata__"} if value is None else value
+def _head(value: Any, header: dict) -> Any:
+    return {k: v for k, v in header.items() if k != "__metadata__"} if value is None else value
 
 
-def _fact(spec: str, key: str, value: Any, facts: dict) -> dict: return {**facts, "formats": {spec: {**facts["formats"][spec], key: value}}}
+def _fact(spec: str, key: str, value: Any, facts: dict) -> dict:
+    return {**facts, "formats": {spec: {**facts["formats"][spec], key: value}}}
 
 
 def _how(key: str, value: Any, facts: dict) -> dict: return {**facts,
     "weights": {**facts["weights"], "0.weight": {**facts["weights"]["0.weight"], key: value}}}
 
 
-def _renamed(facts: dict) -> dict: return {**facts, "weights": {("zz" if k == "0.weight" else k): v for k, v in facts["weights"].items()}}
+def _renamed(facts: dict) -> dict:
+    return {
+        **facts,
+        "weights": {("zz" if k == "0.weight" else k): v for k, v in facts["weights"].items()},
+    }
 
 
 def _top(key: str, value: Any, facts: dict) -> dict: return {**facts, key: value}
 
 
-def _in_header(name: str, key: str, value: Any, header: dict) -> dict: return {**header, name: {**header[name], key: value}}
+def _in_header(name: str, key: str, value: Any, header: dict) -> dict:
+    return {**header, name: {**header[name], key: value}}
 
 
 def _filled(value: float, t: Any) -> Any:

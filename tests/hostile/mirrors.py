@@ -10,7 +10,8 @@ from .core import Case, Place, either, refused, refused_command, settings, told
 
 
 def _made(place: Place) -> bytes:
-    "A file of W&B's format with six rows, written by the description of it: LevelDB's log, with a CRC-32 of each record's kind and content."
+    """A file of W&B's format with six rows, written by the description of it:
+    LevelDB's log, with a CRC-32 of each record's kind and content."""
     import struct
     import zlib
 
@@ -40,7 +41,8 @@ def _read(place: Place, data: bytes) -> Any:
 
 def _whole(place: Place) -> None:
     [part] = _read(place, _made(place))
-    assert part["id"] == "abc" and {s: r["loss"] for s, r in part["rows"].items()} == {s: s / 2 for s in range(6)}
+    assert part["id"] == "abc"
+    assert {s: r["loss"] for s, r in part["rows"].items()} == {s: s / 2 for s in range(6)}
 
 
 def _cut(share: float, place: Place) -> None:
@@ -64,7 +66,8 @@ def _mode(name: Any, place: Place) -> None:
     refused(Mirror, RunFolder(place.folder / "r"), name)
 
 
-def _argument(value: str, place: Place) -> None: refused_command("train", "e4m3_fp8", f"--wandb={value}")
+def _argument(value: str, place: Place) -> None:
+    refused_command("train", "e4m3_fp8", f"--wandb={value}")
 
 
 def _obstacle(kind: str, mode: str, place: Place) -> None:
@@ -92,31 +95,58 @@ def _obstacle(kind: str, mode: str, place: Place) -> None:
             (wandb / "offline-run-20260101_000000-x").mkdir()
             (wandb / "offline-run-20260101_000000-x/run-x.wandb").write_bytes(b"\xff" * 100)
     code, _, err = told(*argv, "--wandb", mode)
-    assert code == 0 and "Traceback" not in err and all(len(line) <= 300 for line in err.splitlines()), err[-300:]
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert (
+        code == 0 and "Traceback" not in err and all(len(line) <= 300 for line in err.splitlines())
+    ), err[-300:]
+    assert [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2]
 
 
 KEY = "a" * 40
 ONLINE = {  # environment, and how the one warning begins
     "no key": ({}, "there is no key"),
     "a short key": ({"WANDB_API_KEY": "x"}, "WANDB_API_KEY invalid"),
-    "a host that is closed": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "Failed to authenticate with http://127.0.0.1:9"),
-    "a host that never answers": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:{port}"}, "Failed to authenticate with http://127.0.0.1"),
-    "a host that is none": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "nonsense"}, "1 validation error for Settings"),
-    "a project that cannot be": ({"WANDB_API_KEY": KEY, "WANDB_PROJECT": "a/b:#?%", "WANDB_BASE_URL": "http://127.0.0.1:9"}, "Invalid project name"),
-    "a folder that is a file": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "the mirror has stopped"),
-    "a folder that is a link to nothing": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "the mirror has stopped"),
+    "a host that is closed": (
+        {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"},
+        "Failed to authenticate with http://127.0.0.1:9",
+    ),
+    "a host that never answers": (
+        {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:{port}"},
+        "Failed to authenticate with http://127.0.0.1",
+    ),
+    "a host that is none": (
+        {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "nonsense"},
+        "1 validation error for Settings",
+    ),
+    "a project that cannot be": (
+        {"WANDB_API_KEY": KEY, "WANDB_PROJECT": "a/b:#?%", "WANDB_BASE_URL": "http://127.0.0.1:9"},
+        "Invalid project name",
+    ),
+    "a folder that is a file": (
+        {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"},
+        "the mirror has stopped",
+    ),
+    "a folder that is a link to nothing": (
+        {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"},
+        "the mirror has stopped",
+    ),
 }
 
 
 def _train_online(place: Place, environment: dict[str, str]) -> tuple[int, str]:
-    "Exit code and error stream of a run in a process of its own, for wandb reads its environment once; a hang is ended with it by the case's limit."
+    """Exit code and error stream of a run in a process of its own,
+    for wandb reads its environment once; a hang is ended with it by the case's limit."""
     pid, code = os.fork(), 1
     if pid == 0:
         try:
-            for name in [name for name in os.environ if name.startswith("WANDB_")]: del os.environ[name]
+            for name in [name for name in os.environ if name.startswith("WANDB_")]:
+                del os.environ[name]
             os.environ |= {"HOME": str(place.folder), **environment}
-            argv = ("train", "e4m3_fp8", *settings(place.base, max_steps=2), "--out", place.folder / "out", "--wandb", "online")
+            argv = (
+                "train", "e4m3_fp8", *settings(place.base, max_steps=2), "--out",
+                place.folder / "out", "--wandb", "online",
+            )
             (place.folder / "said").write_text(json.dumps(told(*argv)))
             code = 0
         finally: os._exit(code)
@@ -134,17 +164,30 @@ def _online(kind: str, place: Place) -> None:
     environment, words = ONLINE[kind]
     folder = place.folder / "out/r"
     if "folder" in kind:
-        assert told("train", "e4m3_fp8", *settings(place.base, max_steps=2), "--out", place.folder / "out", "--wandb", "off")[0] == 0
+        assert (
+            told(
+                "train", "e4m3_fp8", *settings(place.base, max_steps=2), "--out",
+                place.folder / "out", "--wandb", "off",
+            )[0]
+            == 0
+        )
         record = json.loads((folder / "run.json").read_text())
         (folder / "run.json").write_text(json.dumps({**record, "exit_reason": "running"}))
         if kind == "a folder that is a file": (folder / "wandb").write_text("x")
         else: (folder / "wandb").symlink_to("nowhere")
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # it takes connections, and says nothing
-        code, err = _train_online(place, {key: value.format(port=deaf.getsockname()[1]) for key, value in environment.items()})
+        code, err = _train_online(
+            place,
+            {key: value.format(port=deaf.getsockname()[1]) for key, value in environment.items()},
+        )
     assert code == 0 and "Traceback" not in err, err[-300:]
     said = [line for line in err.splitlines() if line.startswith("wandb")]
-    assert len(said) == 1 and said[0].startswith(f"wandb: {words}") and len(said[0]) <= 300, err[-600:]
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert len(said) == 1 and said[0].startswith(f"wandb: {words}") and len(said[0]) <= 300, err[
+        -600:
+    ]
+    assert [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2]
 
 
 def _project(name: str, place: Place) -> None:
@@ -159,12 +202,22 @@ def _ledger(name: str, place: Place) -> None: refused_command("workspace", "a/b"
 def cases(rng) -> Iterator[Case]:
     yield Case("mirrors", "a whole file", _whole, right=True)
     for i in range(40): yield Case("mirrors", f"cut to {i / 40:.1%}", partial(_cut, i / 40))
-    for i in range(80): yield Case("mirrors", f"flipped {i}", partial(_flipped, rng.randrange(10**6), rng.randrange(8)))
-    for name in ("", "on", "ONLINE", None, 7, True, [], "off\n"): yield Case("mirrors", f"mode {name!r}", partial(_mode, name))
-    for value in ("", "on", "OFF", "x" * 10_000, "\x1b[2J", "1"): yield Case("mirrors", f"--wandb {value[:20]!r}", partial(_argument, value))
-    for kind in ("a file", "a link to nothing", "a link to itself", "an id that is a folder", "an id that is empty", "an id that is not UTF-8",
-        "an id with a path", "an id of 1 MB", "an id that is a link to nothing", "a part that is rubbish"):
+    for i in range(80):
+        yield Case(
+            "mirrors", f"flipped {i}", partial(_flipped, rng.randrange(10**6), rng.randrange(8))
+        )
+    for name in ("", "on", "ONLINE", None, 7, True, [], "off\n"):
+        yield Case("mirrors", f"mode {name!r}", partial(_mode, name))
+    for value in ("", "on", "OFF", "x" * 10_000, "\x1b[2J", "1"):
+        yield Case("mirrors", f"--wandb {value[:20]!r}", partial(_argument, value))
+    for kind in (
+        "a file", "a link to nothing", "a link to itself", "an id that is a folder",
+        "an id that is empty", "an id that is not UTF-8", "an id with a path", "an id of 1 MB",
+        "an id that is a link to nothing", "a part that is rubbish",
+    ):
         yield Case("mirrors", f"{kind}, off", partial(_obstacle, kind, "off"))
     for kind in ONLINE: yield Case("mirrors", f"online: {kind}", partial(_online, kind))
-    for name in ("", "x", "a/b/c", "/", "a/", "/b"): yield Case("mirrors", f"workspace {name!r}", partial(_project, name))
-    for name in ("none", "", "/dev/zero", "\x1b[2J"): yield Case("mirrors", f"workspace --ledger {name!r}", partial(_ledger, name))
+    for name in ("", "x", "a/b/c", "/", "a/", "/b"):
+        yield Case("mirrors", f"workspace {name!r}", partial(_project, name))
+    for name in ("none", "", "/dev/zero", "\x1b[2J"):
+        yield Case("mirrors", f"workspace --ledger {name!r}", partial(_ledger, name))

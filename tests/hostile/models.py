@@ -15,10 +15,16 @@ def _wrong(make: Callable[[], Any], args: tuple, kwargs: dict, place: Place) -> 
     import torch
     from altgrad.model.surgery import quantize_model
     model = make()
-    before = {k: v.clone() for k, v in model.state_dict().items() if torch.is_tensor(v) and not _lazy(v)} if isinstance(model, torch.nn.Module) else {}
+    before = (
+        {k: v.clone() for k, v in model.state_dict().items() if torch.is_tensor(v) and not _lazy(v)}
+        if isinstance(model, torch.nn.Module)
+        else {}
+    )
     kinds = [type(m) for m in model.modules()] if isinstance(model, torch.nn.Module) else []
     refused(quantize_model, model, *args, **kwargs)
-    if before: assert [type(m) for m in model.modules()] == kinds and all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+    if before:
+        assert [type(m) for m in model.modules()] == kinds
+        assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
 
 
 def _lazy(v: Any) -> bool:
@@ -62,19 +68,38 @@ def cases(rng) -> Iterator[Case]:
     from torch import nn
     import torch
 
-    for name, make in {"lazy": lambda: nn.Sequential(nn.LazyLinear(4)), "none": lambda: None, "a class": lambda: nn.Linear,
-        "a list": lambda: [nn.Linear(2, 2)], "text": lambda: "gpt", "int8 weights": lambda: _cast(torch.int8),
+    for name, make in {
+        "lazy": lambda: nn.Sequential(nn.LazyLinear(4)),
+        "none": lambda: None,
+        "a class": lambda: nn.Linear,
+        "a list": lambda: [nn.Linear(2, 2)],
+        "text": lambda: "gpt",
+        "int8 weights": lambda: _cast(torch.int8),
         "complex weights": lambda: _cast(torch.complex64),
-                       "no linear layer": lambda: nn.Sequential(nn.ReLU()), "a tensor": lambda: torch.ones(3)}.items():
-        for fmt in ("E4M3", "E5M2", "E7M0"): yield Case("models", f"{name} {fmt}", partial(_wrong, make, (fmt,), {}))
-    for fmt in ("E9M9", "", None, 8, "float8_e8m0fnu", "E4M3b7fnu", [], True, "x" * 10**5): yield Case("models", f"format {str(fmt)[:20]!r}",
-        partial(_wrong, _plain, (fmt,), {}))
-    for skip in (3, 1.5, True, [3], [None], {"a": 1}): yield Case("models", f"skip {skip!r}", partial(_wrong, _plain, ("E4M3",), {"skip": skip}))
-    for seed in (-1, 1.5, "1", None, True, 2**63, 2**64): yield Case("models", f"seed {seed!r}", partial(_wrong, _plain, ("E4M3",), {"seed": seed}))
-    for config in ("x", 3, [], {}): yield Case("models", f"config {config!r}", partial(_wrong, _plain, (), {"config": config}))
-    for storage in ("", "grid_nearest", "grid_stochastic", "grid_residual2", "grid_residual4", "grid_residual8", "bf16"): yield Case("models",
-        f"state_dict of {storage or 'master'}", partial(_stored, storage), right=True)
-    for e in range(8): yield Case("models", f"quantized in E{e}M{7 - e}", partial(_works, f"E{e}M{7 - e}"), right=True)
+        "no linear layer": lambda: nn.Sequential(nn.ReLU()),
+        "a tensor": lambda: torch.ones(3),
+    }.items():
+        for fmt in ("E4M3", "E5M2", "E7M0"):
+            yield Case("models", f"{name} {fmt}", partial(_wrong, make, (fmt,), {}))
+    for fmt in ("E9M9", "", None, 8, "float8_e8m0fnu", "E4M3b7fnu", [], True, "x" * 10**5):
+        yield Case("models", f"format {str(fmt)[:20]!r}", partial(_wrong, _plain, (fmt,), {}))
+    for skip in (3, 1.5, True, [3], [None], {"a": 1}):
+        yield Case("models", f"skip {skip!r}", partial(_wrong, _plain, ("E4M3",), {"skip": skip}))
+    for seed in (-1, 1.5, "1", None, True, 2**63, 2**64):
+        yield Case("models", f"seed {seed!r}", partial(_wrong, _plain, ("E4M3",), {"seed": seed}))
+    for config in ("x", 3, [], {}):
+        yield Case("models", f"config {config!r}", partial(_wrong, _plain, (), {"config": config}))
+    for storage in (
+        "", "grid_nearest", "grid_stochastic", "grid_residual2", "grid_residual4", "grid_residual8",
+        "bf16",
+    ):
+        yield Case(
+            "models", f"state_dict of {storage or 'master'}", partial(_stored, storage), right=True
+        )
+    for e in range(8):
+        yield Case(
+            "models", f"quantized in E{e}M{7 - e}", partial(_works, f"E{e}M{7 - e}"), right=True
+        )
 
 
 def _cast(dtype: Any) -> Any:

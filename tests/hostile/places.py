@@ -9,8 +9,11 @@ from typing import Iterator
 from .core import Case, Place, assert_line, refused_command, settings, works
 
 ALTGRAD = str(Path(sys.executable).parent / "altgrad")
-KINDS = ("a file", "under a file", "a link to nothing", "a link to itself", "two links in a circle", "under a link to nothing", "a pipe", "a device",
-    "under a device", "/proc", "a long name", "a long path", "a link to a file", "a socket")
+KINDS = (
+    "a file", "under a file", "a link to nothing", "a link to itself", "two links in a circle",
+    "under a link to nothing", "a pipe", "a device", "under a device", "/proc", "a long name",
+    "a long path", "a link to a file", "a socket",
+)
 
 
 def place_of(kind: str, folder: Path) -> Path:
@@ -41,8 +44,11 @@ def _out(command: str, kind: str, place: Place) -> None:
     "Refused before anything is trained."
     path, matrix = place_of(kind, place.folder), place.folder / "m.yaml"
     if command == "train": argv = ("train", "e4m3_fp8", *settings(place.base), "--out", path)
-    elif command == "compare": argv = ("compare", "bf16_baseline", "e4m3_fp8", *settings(place.base)[:-4], "--set", f"data=path:{place.base}/text.txt",
-        "--out", path)
+    elif command == "compare":
+        argv = (
+            "compare", "bf16_baseline", "e4m3_fp8", *settings(place.base)[:-4], "--set",
+            f"data=path:{place.base}/text.txt", "--out", path,
+        )
     else:
         from .matrices import MATRIX
         matrix.write_text(MATRIX)
@@ -51,19 +57,31 @@ def _out(command: str, kind: str, place: Place) -> None:
     refused_command(*argv)
 
 
-def _reads(command: str, kind: str, place: Place) -> None: refused_command(*command.split(), place_of(kind, place.folder))
+def _reads(command: str, kind: str, place: Place) -> None:
+    refused_command(*command.split(), place_of(kind, place.folder))
 
 
-def _program(argv: list, place: Place, setup: str = "", tail: str = "", **env: str) -> subprocess.CompletedProcess:
+def _program(
+    argv: list, place: Place, setup: str = "", tail: str = "", **env: str
+) -> subprocess.CompletedProcess:
     "The command as a program, under a shell."
     words = " ".join(f"'{a}'" for a in argv)
-    return subprocess.run(["sh", "-c", f"{setup} {ALTGRAD} {words} {tail}"], capture_output=True, timeout=60, env={**os.environ, **env}, cwd=place.folder)
+    return subprocess.run(
+        ["sh", "-c", f"{setup} {ALTGRAD} {words} {tail}"],
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, **env},
+        cwd=place.folder,
+    )
 
 
 def _stream(argv: list, tail: str, code: int, place: Place) -> None:
     done = _program(argv, place, tail=tail)
     err = done.stderr.decode()
-    assert done.returncode == code and "Traceback" not in err and "Exception" not in err, (done.returncode, err[-400:])
+    assert done.returncode == code and "Traceback" not in err and "Exception" not in err, (
+        done.returncode,
+        err[-400:],
+    )
     if code and "2>" not in tail:
         assert len(err.splitlines()) == 1, err
         assert_line(err.rstrip("\n"))
@@ -72,7 +90,10 @@ def _stream(argv: list, tail: str, code: int, place: Place) -> None:
 def _gone(argv: list, place: Place) -> None:
     done = _program(argv, place, setup="mkdir gone && cd gone && rmdir ../gone &&")
     err = done.stderr.decode()
-    assert done.returncode == 2 and len(err.splitlines()) == 1 and err.startswith("altgrad: "), (done.returncode, err[-400:])
+    assert done.returncode == 2 and len(err.splitlines()) == 1 and err.startswith("altgrad: "), (
+        done.returncode,
+        err[-400:],
+    )
 
 
 def _ascii(name: str, encoding: str, place: Place) -> None:
@@ -80,13 +101,21 @@ def _ascii(name: str, encoding: str, place: Place) -> None:
     path = place.folder / os.fsdecode(name.encode("utf-8", "surrogateescape"))
     done = _program(["watch", path], place, PYTHONIOENCODING=encoding, LC_ALL="C")
     err = done.stderr.decode("utf-8", "replace")
-    assert done.returncode == 2 and "Traceback" not in err and len(err.splitlines()) == 1 and "neither a run" in err, (done.returncode, err[-400:])
+    assert (
+        done.returncode == 2
+        and "Traceback" not in err
+        and len(err.splitlines()) == 1
+        and "neither a run" in err
+    ), (done.returncode, err[-400:])
 
 
 def _odd_out(name: str, place: Place) -> None:
     "A folder with an odd name is a folder."
     out = place.folder / os.fsdecode(name.encode("utf-8", "surrogateescape"))
-    works("train", "e4m3_fp8", *settings(place.base, max_steps=1), "--out", out, "--wandb", "off", "--json")
+    works(
+        "train", "e4m3_fp8", *settings(place.base, max_steps=1), "--out", out, "--wandb", "off",
+        "--json",
+    )
     assert (out / "r/metrics.jsonl").read_text().count("\n") == 1
 
 
@@ -96,16 +125,32 @@ def cases(rng) -> Iterator[Case]:
             if command == "sweep --checkpoints" and kind in ("a link to a file",): continue
             yield Case("places", f"{command}: {kind}", partial(_out, command, kind))
         for command in ("watch --once", "autopsy", "replay x --ledger"):
-            if not (command == "replay x --ledger" and kind == "nothing"): yield Case("places", f"{command}: {kind}", partial(_reads, command, kind))
-    for name, argv in {"formats": ["formats"], "formats as JSON": ["formats", "--json"], "a format": ["formats", "E4M3", "--codes"],
-        "help": ["--help"]}.items():
+            if not (command == "replay x --ledger" and kind == "nothing"):
+                yield Case("places", f"{command}: {kind}", partial(_reads, command, kind))
+    for name, argv in {
+        "formats": ["formats"],
+        "formats as JSON": ["formats", "--json"],
+        "a format": ["formats", "E4M3", "--codes"],
+        "help": ["--help"],
+    }.items():
         yield Case("places", f"{name} to a full device", partial(_stream, argv, "> /dev/full", 2))
         yield Case("places", f"{name} to a closed stream", partial(_stream, argv, ">&-", 0))
-    yield Case("places", "an error to a full device", partial(_stream, ["formats", "E9"], "2> /dev/full", 2))
-    yield Case("places", "an error to a closed stream", partial(_stream, ["formats", "E9"], "2>&-", 2))
-    yield Case("places", "to head", partial(_stream, ["formats", "--json"], "| head -c 10 > /dev/null", 0), right=True)
-    for argv in (["formats"], ["train", "e4m3_fp8"], ["--help"]): yield Case("places", f"{' '.join(argv)} in a folder that is gone", partial(_gone, argv))
+    yield Case(
+        "places", "an error to a full device",
+        partial(_stream, ["formats", "E9"], "2> /dev/full", 2),
+    )
+    yield Case(
+        "places", "an error to a closed stream", partial(_stream, ["formats", "E9"], "2>&-", 2)
+    )
+    yield Case(
+        "places", "to head", partial(_stream, ["formats", "--json"], "| head -c 10 > /dev/null", 0),
+        right=True,
+    )
+    for argv in (["formats"], ["train", "e4m3_fp8"], ["--help"]):
+        yield Case("places", f"{' '.join(argv)} in a folder that is gone", partial(_gone, argv))
     for name in ("modèle", "日本", "\udcff", "a\nb"):
-        for encoding in ("ascii", "latin-1", "utf-8"): yield Case("places", f"{name!r} in {encoding}", partial(_ascii, name, encoding))
+        for encoding in ("ascii", "latin-1", "utf-8"):
+            yield Case("places", f"{name!r} in {encoding}", partial(_ascii, name, encoding))
         yield Case("places", f"out {name!r}", partial(_odd_out, name), right=True)
-    for name in ("with spaces", "-x", "x" * 200, "a'b", "%s{}", "~"): yield Case("places", f"out {name[:20]!r}", partial(_odd_out, name), right=True)
+    for name in ("with spaces", "-x", "x" * 200, "a'b", "%s{}", "~"):
+        yield Case("places", f"out {name[:20]!r}", partial(_odd_out, name), right=True)

@@ -1,4 +1,5 @@
-"""Times a quantized training step of gpt-10m with all monitors, with monitors that rest, and with none; writes nbs/results/bench_monitors.json."""
+"""Times a quantized training step of gpt-10m with all monitors, with monitors that rest, and with
+none; writes nbs/results/bench_monitors.json."""
 import argparse
 import json
 import statistics
@@ -21,8 +22,15 @@ from altgrad.training.tracking import git_commit, machine, versions
 
 RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_monitors.json"
 DEFAULT = TrainConfig()
-BATCHES = {"16 x 128": (16, 128), "default": (DEFAULT.batch_size, DEFAULT.block_size), "32 x 256": (32, 256)}
-POINTS = {"weights": dict(weight="E4M3"), "all points": dict(weight="E4M3", activation="E4M3", gradient="E5M2", weight_gradient="E5M2")}
+BATCHES = {
+    "16 x 128": (16, 128),
+    "default": (DEFAULT.batch_size, DEFAULT.block_size),
+    "32 x 256": (32, 256),
+}
+POINTS = {
+    "weights": dict(weight="E4M3"),
+    "all points": dict(weight="E4M3", activation="E4M3", gradient="E5M2", weight_gradient="E5M2"),
+}
 HISTOGRAM_EVERY, HEALTH_EVERY = 10, 100
 
 
@@ -35,13 +43,16 @@ class Step:
         quantize_model(self.model, config=PrecisionConfig([LayerPrecisionRule("*", **points)]))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.tokens = torch.randint(256, (batch[0], batch[1] + 1), device=device)
-        self.monitors = Monitors(self.model, [self.optimizer], every=1, histogram_every=10**9, health_every=10**9)
+        self.monitors = Monitors(
+            self.model, [self.optimizer], every=1, histogram_every=10**9, health_every=10**9
+        )
         self.weights = WeightMonitor(self.model)
 
     def __call__(self, monitors: Monitors | None = None, step: int = 2) -> None:
         if monitors: monitors.begin(step)
         self.optimizer.zero_grad()
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.bfloat16): loss = loss_of(self.model, self.tokens[:, :-1], self.tokens[:, 1:])
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.bfloat16):
+            loss = loss_of(self.model, self.tokens[:, :-1], self.tokens[:, 1:])
         loss.backward()
         if monitors: monitors.gradients()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -62,8 +73,14 @@ class Step:
             self(m)
             m.health_every = 10**9
 
-        return {"none": self, "resting": lambda: self(resting), "weight monitor": lambda: (self(), self.weights.measure()),
-                "all": lambda: self(m), "all and histograms": with_histograms, "all and health": with_health}
+        return {
+            "none": self,
+            "resting": lambda: self(resting),
+            "weight monitor": lambda: (self(), self.weights.measure()),
+            "all": lambda: self(m),
+            "all and histograms": with_histograms,
+            "all and health": with_health,
+        }
 
 
 def seconds(call, device: str) -> float:
@@ -76,7 +93,8 @@ def seconds(call, device: str) -> float:
 
 
 def measure(points: dict, batch: tuple[int, int], rounds: int, device: str) -> dict:
-    "Medians of each arm over rounds in which all take turns, and the ratio of a step with everything, on the average over 100 steps."
+    """Medians of each arm over rounds in which all take turns,
+    and the ratio of a step with everything, on the average over 100 steps."""
     arms = Step(points, batch, device).arms()
     for _ in range(2):
         for call in arms.values(): call()
@@ -84,12 +102,21 @@ def measure(points: dict, batch: tuple[int, int], rounds: int, device: str) -> d
     for _ in range(rounds):
         for name, call in arms.items(): times[name].append(1e3 * seconds(call, device))
     ratio = lambda name: statistics.median(a / b for a, b in zip(times[name], times["none"]))
-    on = ratio("all") + (ratio("all and histograms") - ratio("all")) / HISTOGRAM_EVERY + (ratio("all and health") - ratio("all")) / HEALTH_EVERY
+    on = (
+        ratio("all")
+        + (ratio("all and histograms") - ratio("all")) / HISTOGRAM_EVERY
+        + (ratio("all and health") - ratio("all")) / HEALTH_EVERY
+    )
     every = 1 if compiles() else 10  # as Monitors does
     on = 1 + (on - 1) / every
-    return {"every": every, "median_ms": {name: round(statistics.median(t), 2) for name, t in times.items()},
-            "fastest_ms": {name: round(min(t), 2) for name, t in times.items()},
-            "ratio_all": round(on, 3), "ratio_resting": round(ratio("resting"), 3), "ratio_weight_monitor": round(ratio("weight monitor"), 3)}
+    return {
+        "every": every,
+        "median_ms": {name: round(statistics.median(t), 2) for name, t in times.items()},
+        "fastest_ms": {name: round(min(t), 2) for name, t in times.items()},
+        "ratio_all": round(on, 3),
+        "ratio_resting": round(ratio("resting"), 3),
+        "ratio_weight_monitor": round(ratio("weight monitor"), 3),
+    }
 
 
 def main() -> None:
@@ -107,14 +134,29 @@ def main() -> None:
         for batch in options.batches:
             for name, points in POINTS.items():
                 if path == "eager" and (batch != "16 x 128"): continue
-                row = measure(points, BATCHES[batch], options.rounds if path == "auto" else max(3, options.rounds // 3), options.device)
+                row = measure(
+                    points, BATCHES[batch],
+                    options.rounds if path == "auto" else max(3, options.rounds // 3),
+                    options.device,
+                )
                 cases.append({"batch": batch, "points": name, "compiled": row["every"] == 1, **row})
-                print(f"{batch:>9}  {name:<10}  {'compiled' if path == 'auto' else 'eager':<8}  all {row['ratio_all']:.3f}  "
-                      f"resting {row['ratio_resting']:.3f}  weight monitor {row['ratio_weight_monitor']:.3f}  ({row['median_ms']['none']:.0f} ms)", flush=True)
+                print(
+                    f"{batch:>9}  {name:<10}  {'compiled' if path == 'auto' else 'eager':<8}  all "
+                    f"{row['ratio_all']:.3f}  "
+                    f"resting {row['ratio_resting']:.3f}  weight monitor "
+                    f"{row['ratio_weight_monitor']:.3f}  ({row['median_ms']['none']:.0f} ms)",
+                    flush=True,
+                )
         set_path(before)
     found = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    found[options.device] = {"machine": machine(options.device), "versions": versions(), "git_commit": git_commit(), "rounds": options.rounds,
-                             "bfloat16": fast_bfloat16(torch.device(options.device)), "cases": cases}
+    found[options.device] = {
+        "machine": machine(options.device),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "rounds": options.rounds,
+        "bfloat16": fast_bfloat16(torch.device(options.device)),
+        "cases": cases,
+    }
     write_atomic(options.out, json.dumps(found, indent=1) + "\n")
 
 

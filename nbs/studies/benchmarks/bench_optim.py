@@ -1,4 +1,5 @@
-"""Times every update rule, compiled, against torch's AdamW on the weights of a GPT with 10M parameters; writes nbs/results/bench_optim.json."""
+"""Times every update rule, compiled, against torch's AdamW on the weights of a GPT with 10M
+parameters; writes nbs/results/bench_optim.json."""
 import argparse
 import json
 import os
@@ -26,14 +27,22 @@ CASES: dict[str, Callable] = {
     "torch Muon": lambda p: torch.optim.Muon(p),
     "StiffnessAdamW(power=0)": lambda p: StiffnessAdamW(p, "E4M3", power=0.0, compiled=True),
     "StiffnessAdamW(power=1)": lambda p: StiffnessAdamW(p, "E4M3", compiled=True),
-    "StiffnessAdamW(power=1, normalize=False)": lambda p: StiffnessAdamW(p, "E4M3", normalize=False, compiled=True),
+    "StiffnessAdamW(power=1, normalize=False)": lambda p: StiffnessAdamW(
+        p, "E4M3", normalize=False, compiled=True
+    ),
     "StiffnessAdamW(power=0.5)": lambda p: StiffnessAdamW(p, "E4M3", power=0.5, compiled=True),
-    "StiffnessAdamW(power=-1, floor_octaves=4)": lambda p: StiffnessAdamW(p, "E4M3", power=-1.0, floor_octaves=4, compiled=True),
+    "StiffnessAdamW(power=-1, floor_octaves=4)": lambda p: StiffnessAdamW(
+        p, "E4M3", power=-1.0, floor_octaves=4, compiled=True
+    ),
     "StiffnessAdamW(power=0.3)": lambda p: StiffnessAdamW(p, "E4M3", power=0.3, compiled=True),
-    "StiffnessAdamW(placement='gradient')": lambda p: StiffnessAdamW(p, "E4M3", placement="gradient", compiled=True),
+    "StiffnessAdamW(placement='gradient')": lambda p: StiffnessAdamW(
+        p, "E4M3", placement="gradient", compiled=True
+    ),
     "StiffnessSGD(momentum=0.9)": lambda p: StiffnessSGD(p, "E4M3", momentum=0.9, compiled=True),
     "RiemannianAdamW": lambda p: RiemannianAdamW(p, "E4M3", compiled=True),
-    "RiemannianAdamW(floor_octaves=4)": lambda p: RiemannianAdamW(p, "E4M3", floor_octaves=4, compiled=True),
+    "RiemannianAdamW(floor_octaves=4)": lambda p: RiemannianAdamW(
+        p, "E4M3", floor_octaves=4, compiled=True
+    ),
     "Madam": lambda p: Madam(p, "E4M3", compiled=True),
     "GridSGD": lambda p: GridSGD(p, "E4M3", compiled=True),
     "StiffnessAdamW(power=1), not compiled": lambda p: StiffnessAdamW(p, "E4M3"),
@@ -44,7 +53,10 @@ CASES: dict[str, Callable] = {
 def parameters(device: str) -> list[nn.Parameter]:
     "Weights and gradients of the linear layers, the same for every case."
     generator = torch.Generator().manual_seed(0)
-    made = [nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(device)) for shape in SHAPES * LAYERS]
+    made = [
+        nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(device))
+        for shape in SHAPES * LAYERS
+    ]
     for p in made: p.grad = (torch.randn(p.shape, generator=generator) * 1e-3).to(device)
     return made
 
@@ -58,7 +70,8 @@ def seconds(step: Callable, device: str) -> float:
 
 
 def memory(optimizer: torch.optim.Optimizer, device: str) -> int:
-    "Bytes while a step runs: weights, gradients, the optimizer's state, and the most that the step itself holds."
+    """Bytes while a step runs: weights, gradients, the optimizer's state,
+    and the most that the step itself holds."""
     kept = sum(t.numel() * t.element_size() for group in optimizer.param_groups for p in group["params"]
                for t in (p, p.grad, *optimizer.state[p].values()) if torch.is_tensor(t))
     if device != "cpu":
@@ -70,18 +83,23 @@ def memory(optimizer: torch.optim.Optimizer, device: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    sizes = [e["args"]["Bytes"] for e in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])]
+    sizes = [
+        e["args"]["Bytes"]
+        for e in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    ]
     return kept + max(accumulate(sizes, initial=0))
 
 
 def measure(rounds: int, device: str) -> dict:
-    "Median milliseconds and the memory of a step; the cases take turns, so that what else the machine does meets all of them alike."
+    """Median milliseconds and the memory of a step; the cases take turns,
+    so that what else the machine does meets all of them alike."""
     cases = {name: make(parameters(device)) for name, make in CASES.items()}
     for optimizer in cases.values():
         for _ in range(3): seconds(optimizer.step, device)
     times = {name: [] for name in cases}
     for _ in range(rounds):
-        for name, optimizer in cases.items(): times[name].append(1e3 * seconds(optimizer.step, device))
+        for name, optimizer in cases.items():
+            times[name].append(1e3 * seconds(optimizer.step, device))
     rows = {name: {"median_ms": round(statistics.median(t), 3), "fastest_ms": round(min(t), 3),
                    "bytes": memory(cases[name], device)} for name, t in times.items()}
     return {"machine": machine(device), "device": device, "rounds": rounds, "rows": rows}
@@ -91,7 +109,11 @@ def in_new_process(threads: int, rounds: int, device: str) -> dict:
     "The measurement with so many threads: compiled code keeps the number that it was compiled for."
     command = [sys.executable, __file__, "--rounds", str(rounds), "--device", device, "--print"]
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    return json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    return json.loads(
+        subprocess.run(
+            command, env=env, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.splitlines()[-1]
+    )
 
 
 def main() -> None:
@@ -99,12 +121,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--print", action="store_true", help="measure in this process and print, instead of writing the result")
+    parser.add_argument(
+        "--print", action="store_true",
+        help="measure in this process and print, instead of writing the result",
+    )
     args = parser.parse_args()
     if args.print: return print(json.dumps(measure(args.rounds, args.device)))
     runs = [in_new_process(t, args.rounds, args.device) for t in args.threads]
     size = sum(p.numel() for p in parameters("cpu"))
-    RESULT.write_text(json.dumps({"parameters": size, "versions": versions(), "commit": git_commit(), "runs": runs}, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps(
+            {"parameters": size, "versions": versions(), "commit": git_commit(), "runs": runs},
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

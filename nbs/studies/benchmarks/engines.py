@@ -1,4 +1,5 @@
-"""Whole runs of real checkpoints by both engines, and runs per hour; writes nbs/results/replicas.json.
+"""Whole runs of real checkpoints by both engines, and runs per hour; writes
+nbs/results/replicas.json.
 
 python nbs/studies/benchmarks/engines.py compare --checkpoints DIR --corpus eurlex=path:laws.txt              # paired runs: the loss by each engine
 python nbs/studies/benchmarks/engines.py time --checkpoints DIR --corpus eurlex=path:laws.txt --device cuda   # runs per hour; on an idle machine
@@ -22,23 +23,45 @@ from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, run_
 from altgrad.evidence.replicas import run_arms
 
 RESULT = Path(__file__).resolve().parents[3] / "nbs/results/replicas.json"
-COMPARED = [dict(format="E4M3", storage="grid_stochastic"), dict(format="E7M0", storage="grid_stochastic"), dict(format="E4M3", storage="master"),
-            dict(format="E7M0", storage="grid_stochastic", rule="riemannian_adamw", lr=0.3), dict(format="E5M2", storage="grid_nearest", power=1.0),
-            dict(format="E7M0", storage="grid_stochastic", lr=2e-3), dict(format="E7M0", storage="grid_stochastic", rule="riemannian_adamw", lr=0.03)]
+COMPARED = [
+    dict(format="E4M3", storage="grid_stochastic"),
+    dict(format="E7M0", storage="grid_stochastic"),
+    dict(format="E4M3", storage="master"),
+    dict(format="E7M0", storage="grid_stochastic", rule="riemannian_adamw", lr=0.3),
+    dict(format="E5M2", storage="grid_nearest", power=1.0),
+    dict(format="E7M0", storage="grid_stochastic", lr=2e-3),
+    dict(format="E7M0", storage="grid_stochastic", rule="riemannian_adamw", lr=0.03),
+]
 BATCHES = {"16 x 64": (16, 64), "4 x 32": (4, 32)}  # sequences an update, and tokens in each
 
 
 def compare(bench: Bench, options: argparse.Namespace) -> list[dict]:
-    "Each arm by both engines, with the same seeds; and alone again with a learning rate larger by 2^-20: how far a difference of that size carries."
-    arms = [Arm(**{"lr": 4e-3, **cell}, seed=seed, checkpoint=f"{options.model}-{options.first}") for cell in COMPARED for seed in options.seeds]
+    """Each arm by both engines, with the same seeds; and alone again with a learning rate
+    larger by 2^-20: how far a difference of that size carries."""
+    arms = [
+        Arm(**{"lr": 4e-3, **cell}, seed=seed, checkpoint=f"{options.model}-{options.first}")
+        for cell in COMPARED
+        for seed in options.seeds
+    ]
     began = time.perf_counter()
-    stacked, took = run_arms(arms, bench, options.device, options.replicas[0]), time.perf_counter() - began
-    keys = ("format", "storage", "rule", "power", "lr", "seed", "checkpoint", "checkpoint_sha", "corpus_sha", "run")
+    stacked = run_arms(arms, bench, options.device, options.replicas[0])
+    took = time.perf_counter() - began
+    keys = (
+        "format", "storage", "rule", "power", "lr", "seed", "checkpoint", "checkpoint_sha",
+        "corpus_sha", "run",
+    )
     rows = []
     for arm, got in zip(arms, stacked):
         want = run_arm(arm, bench)
-        nudged, alone = run_arm(replace(arm, lr=arm.lr * (1 + 2**-20)), bench)["raw_loss"], want["raw_loss"]
-        rows.append({**{key: want[key] for key in keys}, "frozen": want["frozen_loss"], "single": alone, "batched": got["raw_loss"], "nudged": nudged})
+        nudged = run_arm(replace(arm, lr=arm.lr * (1 + 2**-20)), bench)["raw_loss"]
+        alone = want["raw_loss"]
+        rows.append({
+            **{key: want[key] for key in keys},
+            "frozen": want["frozen_loss"],
+            "single": alone,
+            "batched": got["raw_loss"],
+            "nudged": nudged,
+        })
         print(f"{arm.format} {arm.storage} {arm.rule} lr {arm.lr:g} seed {arm.seed}: {alone:.5f} alone; "
               f"stacked {got['raw_loss'] - alone:+.5f}, nudged {nudged - alone:+.5f}", flush=True)
     print(f"{len(arms)} replicas in {took:.0f} s")
@@ -51,7 +74,8 @@ class Shorter(Bench):
 
     def model(self, checkpoint):
         model = super().model(checkpoint)
-        model.config = replace(model.config, block_size=self.tokens)  # the positions beyond are there and not used
+        # the positions beyond are there and not used
+        model.config = replace(model.config, block_size=self.tokens)
         return model
 
 
@@ -65,11 +89,15 @@ def shorter(setup: tuple, tokens: int) -> Shorter:
 def timed_arms(count: int, options: argparse.Namespace) -> list[Arm]:
     "Arms of one kind that differ in format, storage, learning rate and seed."
     cells = itertools.cycle(itertools.product(EIGHT_BIT, ("grid_stochastic", "master")))
-    return [Arm(format=f, storage=s, lr=4e-3, seed=i, checkpoint=f"{options.model}-{options.first}") for i, (f, s) in zip(range(count), cells)]
+    return [
+        Arm(format=f, storage=s, lr=4e-3, seed=i, checkpoint=f"{options.model}-{options.first}")
+        for i, (f, s) in zip(range(count), cells)
+    ]
 
 
 def runs_per_hour(bench: Bench, options: argparse.Namespace) -> list[dict]:
-    "Rounds in which the engines take turns; one process a run is a persistent worker with one thread on each core."
+    """Rounds in which the engines take turns;
+    one process a run is a persistent worker with one thread on each core."""
     rows = []
     for batch, (size, tokens) in BATCHES.items():
         task = replace(bench.task, steps=options.steps, batch_size=size)
@@ -82,7 +110,12 @@ def runs_per_hour(bench: Bench, options: argparse.Namespace) -> list[dict]:
                 run_arms(timed_arms(n, options), short, options.device, n, options.compiled)
                 rounds[f"batched {n}"].append(3600 * n / (time.perf_counter() - began))
             rounds.setdefault("workers", []).append(worker_rate(setup, tokens, options))
-        row = {"batch": batch, "steps": options.steps, "runs_per_hour": {k: round(statistics.median(v), 1) for k, v in rounds.items()}, "rounds": rounds}
+        row = {
+            "batch": batch,
+            "steps": options.steps,
+            "runs_per_hour": {k: round(statistics.median(v), 1) for k, v in rounds.items()},
+            "rounds": rounds,
+        }
         print(batch, row["runs_per_hour"], flush=True)
         rows.append(row)
     return rows
@@ -108,11 +141,15 @@ def worker_rate(setup: tuple, tokens: int, options: argparse.Namespace) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("compare", "time"))
     parser.add_argument("--checkpoints", required=True)
     parser.add_argument("--corpus", action="append", default=[], metavar="LABEL=DATA")
-    parser.add_argument("--model", default="stdlib-0.1m", help="recipe of the checkpoint, e.g. stdlib-0.8m")
+    parser.add_argument(
+        "--model", default="stdlib-0.1m", help="recipe of the checkpoint, e.g. stdlib-0.8m"
+    )
     parser.add_argument("--first", type=int, default=0, help="seed of the checkpoint")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--replicas", type=int, nargs="*", default=[16])
@@ -123,13 +160,20 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    commit, bench = code_commit(), Bench(options.checkpoints, dict(c.split("=", 1) for c in options.corpus), Task())
+    commit = code_commit()
+    bench = Bench(options.checkpoints, dict(c.split("=", 1) for c in options.corpus), Task())
     build_checkpoint(bench, f"{options.model}-{options.first}")
     config = {k: v for k, v in vars(options).items() if k not in ("checkpoints", "corpus", "out")}
     found = json.loads(options.out.read_text()) if options.out.is_file() else {}
     rows = (compare if options.what == "compare" else runs_per_hour)(bench, options)
-    found[f"{options.what} {options.device} {options.model}"] = {"machine": machine(options.device), "versions": versions(), "git_commit": commit,
-                                                                 "config": config, "corpus_sha": bench.corpus("eurlex").hash, "rows": rows}
+    found[f"{options.what} {options.device} {options.model}"] = {
+        "machine": machine(options.device),
+        "versions": versions(),
+        "git_commit": commit,
+        "config": config,
+        "corpus_sha": bench.corpus("eurlex").hash,
+        "rows": rows,
+    }
     write_atomic(options.out, json.dumps(found, indent=1) + "\n")
 
 

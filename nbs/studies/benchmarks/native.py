@@ -1,4 +1,5 @@
-"""Trains one GPT on the same batches with our rounding and with torchao's float8 layers (emulated on a CPU); writes nbs/results/native.json.
+"""Trains one GPT on the same batches with our rounding and with torchao's float8 layers (emulated
+on a CPU); writes nbs/results/native.json.
 
 python nbs/studies/benchmarks/native.py --peers FOLDER   # torchao from there: `pip install --no-deps --target FOLDER/torchao torchao`
 """
@@ -33,7 +34,8 @@ def made(arm: str, shape: GPTConfig, seed: int, device: str) -> GPT:
 
 def loss_at(model: GPT, x: torch.Tensor, y: torch.Tensor, device: str) -> torch.Tensor:
     "The loss of a batch, with bfloat16 products on a GPU."
-    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"): return loss_of(model, x.to(device), y.to(device))
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        return loss_of(model, x.to(device), y.to(device))
 
 
 @torch.no_grad()
@@ -49,35 +51,54 @@ def validation(model: GPT, corpus: Corpus, c: TrainConfig, device: str) -> float
 def train(arm: str, shape: GPTConfig, corpus: Corpus, c: TrainConfig, device: str) -> dict:
     "One run: the loss of every step, and of the validation text now and then."
     model = made(arm, shape, c.seed, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay,
+        fused=True,
+    )
     losses, checked, began = [], {}, time.perf_counter()
     for step in range(1, c.max_steps + 1):
         for group in optimizer.param_groups: group["lr"] = lr_at(step, c)
         optimizer.zero_grad()
         with rounded_once(model):
-            loss = loss_at(model, *corpus.batch(c.batch_size, c.block_size, c.seed, step, 0), device)
+            loss = loss_at(
+                model, *corpus.batch(c.batch_size, c.block_size, c.seed, step, 0), device
+            )
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip)
         optimizer.step()
         losses.append(round(loss.item(), 5))
-        if step % c.eval_every == 0 or step == c.max_steps: checked[step] = round(validation(model, corpus, c, device), 5)
-    print(f"{arm:<34} seed {c.seed}: {checked[c.max_steps]:.4f} after {time.perf_counter() - began:.0f} s", flush=True)
+        if step % c.eval_every == 0 or step == c.max_steps:
+            checked[step] = round(validation(model, corpus, c, device), 5)
+    print(
+        f"{arm:<34} seed {c.seed}: {checked[c.max_steps]:.4f} after "
+        f"{time.perf_counter() - began:.0f} s",
+        flush=True,
+    )
     return {"arm": arm, "seed": c.seed, "loss": losses, "val_loss": checked}
 
 
-def first_gradients(arms: list[str], shape: GPTConfig, corpus: Corpus, c: TrainConfig, device: str) -> dict[str, float]:
+def first_gradients(
+    arms: list[str], shape: GPTConfig, corpus: Corpus, c: TrainConfig, device: str
+) -> dict[str, float]:
     "How far every arm's first gradient is from ours, relative to ours, in the worst tensor."
     found = {}
     for arm in arms:
         model = made(arm, shape, c.seed, device)
         loss_at(model, *corpus.batch(c.batch_size, c.block_size, c.seed, 1, 0), device).backward()
         found[arm] = [p.grad for p in model.parameters()]
-    return {arm: max(((g - h).norm() / h.norm()).item() for g, h in zip(grads, found["all"])) for arm, grads in found.items()}
+    return {
+        arm: max(((g - h).norm() / h.norm()).item() for g, h in zip(grads, found["all"]))
+        for arm, grads in found.items()
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="stdlib", help="the text: one of `altgrad train`'s corpora")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", default="stdlib", help="the text: one of `altgrad train`'s corpora"
+    )
     parser.add_argument("--model", default="gpt-tiny")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
@@ -89,15 +110,33 @@ def main() -> None:
     commit, corpus = code_commit(), load_corpus(options.data)
     real = [arm for arm in native_arms(options.device) if not NATIVE[arm]["emulate"]]
     arms = ["none", "all", *(real or native_arms(options.device))]
-    if len(arms) == 2: raise SystemExit("torchao is not here: pip install --no-deps --target FOLDER/torchao torchao, then --peers FOLDER")
-    c = make_config(dict(name="native", format="E4M3", activation="E4M3", gradient="E5M2", model=options.model, max_steps=options.steps, device=options.device))
+    if len(arms) == 2:
+        raise SystemExit(
+            "torchao is not here: pip install --no-deps --target FOLDER/torchao torchao, then "
+            "--peers FOLDER"
+        )
+    c = make_config(
+        dict(
+            name="native", format="E4M3", activation="E4M3", gradient="E5M2", model=options.model,
+            max_steps=options.steps, device=options.device,
+        )
+    )
     shape = preset(options.model)
-    rows = [train(arm, shape, corpus, make_config({**vars(c), "seed": seed}), options.device) for seed in options.seeds for arm in arms]
+    rows = [
+        train(arm, shape, corpus, make_config({**vars(c), "seed": seed}), options.device)
+        for seed in options.seeds
+        for arm in arms
+    ]
     found = json.loads(options.out.read_text()) if options.out.is_file() else {}
     found[f"{options.device} {options.model}"] = {
-        "machine": machine(torch.device(options.device)), "versions": versions() | {"torchao": sys.modules["torchao"].__version__}, "git_commit": commit,
-        "config": {k: v for k, v in vars(c).items() if isinstance(v, (int, float, str))}, "corpus_sha": corpus.hash,
-        "first_gradient": first_gradients(arms, shape, corpus, c, options.device), "rows": rows}
+        "machine": machine(torch.device(options.device)),
+        "versions": versions() | {"torchao": sys.modules["torchao"].__version__},
+        "git_commit": commit,
+        "config": {k: v for k, v in vars(c).items() if isinstance(v, (int, float, str))},
+        "corpus_sha": corpus.hash,
+        "first_gradient": first_gradients(arms, shape, corpus, c, options.device),
+        "rows": rows,
+    }
     write_atomic(options.out, json.dumps(found) + "\n")
 
 

@@ -1,7 +1,9 @@
-"""Makes runs of the ledger again and watches their gradients and which weights ever move, for nbs/studies/failure_atlas.ipynb and dashboard.ipynb.
+"""Makes runs of the ledger again and watches their gradients and which weights ever move, for
+nbs/studies/failure_atlas.ipynb and dashboard.ipynb.
 
 python nbs/studies/experiments/gradients.py --checkpoints FOLDER --corpus eurlex=path:TEXT     # about ten minutes on one thread; what is stored already is kept
-The arms are those of the central study at their tuned rates, seed 0 on each checkpoint: all formats with AdamW, E7M0 with the powers -1 and 1 too. Watching
+The arms are those of the central study at their tuned rates, seed 0 on each checkpoint: all formats
+with AdamW, E7M0 with the powers -1 and 1 too. Watching
 changes nothing: each run says whether its final weights are those of the ledger, bit for bit.
 """
 from dataclasses import asdict, replace
@@ -26,54 +28,96 @@ KEPT = ("format", "storage", "power", "lr", "checkpoint", "seed")
 
 def arms(study: Study) -> list[Arm]:
     "What is run: by format, storage and power, at the tuned rate, once on each checkpoint."
-    cells = [study.cell(f, s, p) for f in RANKED for s in STORAGES for p in ((-1.0, 0.0, 1.0) if f == "E7M0" else (0.0,))]
+    cells = [
+        study.cell(f, s, p)
+        for f in RANKED
+        for s in STORAGES
+        for p in ((-1.0, 0.0, 1.0) if f == "E7M0" else (0.0,))
+    ]
     tuned = [(cell, study.tuned[cell]) for cell in cells]
-    return [replace(cell, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=0) for cell, t in tuned for c in study.checkpoints]
+    return [
+        replace(cell, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=0)
+        for cell, t in tuned
+        for c in study.checkpoints
+    ]
 
 
-def look(gradients: list[Tensor], weights: list[Tensor], scales: list[Tensor], name: str) -> dict[str, float]:
-    "What the format would make of a step's gradients, each under a scale from its amax; and the variance of the spacings' log2 within tensors."
+def look(
+    gradients: list[Tensor], weights: list[Tensor], scales: list[Tensor], name: str
+) -> dict[str, float]:
+    """What the format would make of a step's gradients, each under a scale from its amax;
+    and the variance of the spacings' log2 within tensors."""
     fmt = get_format(name)
     scale = [compute_scale(g.abs().amax(), fmt) for g in gradients]
     rounded = [fake_quantize(g, fmt, s) for g, s in zip(gradients, scale)]
-    g, q = torch.cat([x.flatten() for x in gradients]).double(), torch.cat([x.flatten() for x in rounded]).double()
-    spread = sum(stiffness(w / s, fmt).double().log2().var(correction=0).item() * w.numel() for w, s in zip(weights, scales))
+    g = torch.cat([x.flatten() for x in gradients]).double()
+    q = torch.cat([x.flatten() for x in rounded]).double()
+    spread = sum(
+        stiffness(w / s, fmt).double().log2().var(correction=0).item() * w.numel()
+        for w, s in zip(weights, scales)
+    )
     over = sum((w.abs() > fmt.max * s).sum().item() for w, s in zip(weights, scales))
-    return {"grad_norm": g.norm().item(), "zero": (g == 0).double().mean().item(), "flushed": ((q == 0) & (g != 0)).double().mean().item(),
-            "cosine": (g @ q / (g.norm() * q.norm())).item(), "overflow": over / len(g), "stiffness_variance": spread / len(g)}
+    return {
+        "grad_norm": g.norm().item(),
+        "zero": (g == 0).double().mean().item(),
+        "flushed": ((q == 0) & (g != 0)).double().mean().item(),
+        "cosine": (g @ q / (g.norm() * q.norm())).item(),
+        "overflow": over / len(g),
+        "stiffness_variance": spread / len(g),
+    }
 
 
 class Watched(Weights):
-    "Trained weights that remember what their gradients looked like and which of them ever changed their code."
+    """Trained weights that remember what their gradients looked like
+    and which of them ever changed their code."""
     def __init__(self, model: GPT, arm: Arm, every: int):
         super().__init__(model, arm)
         self.every, self.step, self.course = every, 0, []
         self.names = {id(p): name.removesuffix(".weight") for name, p in model.named_parameters()}
         self.moved = [torch.zeros(p.shape, dtype=torch.bool) for p in self.used]
         share = [p.detach().abs() / p.detach().abs().amax() for p in self.used]
-        self.size = [s.clamp(min=2.0**-40).log2().neg().floor().clamp(max=OCTAVES - 1).long() for s in share]
+        self.size = [
+            s.clamp(min=2.0**-40).log2().neg().floor().clamp(max=OCTAVES - 1).long() for s in share
+        ]
 
     def update(self, rule: torch.optim.Optimizer) -> None:
         "One step, and what it was made of."
         self.step += 1
         old, scales = [p.detach().clone() for p in self.used], [s.clone() for s in self.scales()]
-        if self.step % self.every == 0: self.course.append({"step": self.step, **look([p.grad for p in self.used], old, scales, self.fmt.name)})
+        if self.step % self.every == 0:
+            self.course.append({
+                "step": self.step,
+                **look([p.grad for p in self.used], old, scales, self.fmt.name),
+            })
         super().update(rule)
-        for m, a, p, s in zip(self.moved, old, self.used, scales): m |= fake_quantize(a, self.fmt, s) != fake_quantize(p.detach(), self.fmt, s)
+        for m, a, p, s in zip(self.moved, old, self.used, scales):
+            m |= fake_quantize(a, self.fmt, s) != fake_quantize(p.detach(), self.fmt, s)
 
     def seen(self) -> dict[str, Any]:
         "Plain values."
-        count = lambda chosen: sum(torch.bincount(s[m], minlength=OCTAVES) for s, m in zip(self.size, chosen)).tolist()
+        count = lambda chosen: sum(
+            torch.bincount(s[m], minlength=OCTAVES) for s, m in zip(self.size, chosen)
+        ).tolist()
         still = [~m for m in self.moved]
-        return {"course": {key: [float(f"{row[key]:.5g}") for row in self.course] for key in self.course[0]},
-                "weights": count([torch.ones_like(m) for m in self.moved]), "never_moved": count(still),
-                "never_moved_by_tensor": {self.names[id(p)]: round(m.float().mean().item(), 5) for p, m in zip(self.used, still)}}
+        return {
+            "course": {
+                key: [float(f"{row[key]:.5g}") for row in self.course] for key in self.course[0]
+            },
+            "weights": count([torch.ones_like(m) for m in self.moved]),
+            "never_moved": count(still),
+            "never_moved_by_tensor": {
+                self.names[id(p)]: round(m.float().mean().item(), 5)
+                for p, m in zip(self.used, still)
+            },
+        }
 
 
 def watched(arm: Arm, bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:
     "The row of an arm's run, and what was seen in it."
     made = []
-    row = run_arm(arm, bench, lambda model, arm: made.append(Watched(model, arm, bench.task.every)) or made[0])
+    row = run_arm(
+        arm, bench, lambda model, arm: made.append(Watched(model, arm, bench.task.every)) or made[0]
+    )
     return row, made[0].seen()
 
 
@@ -86,7 +130,13 @@ def main() -> int:
         if tuple(getattr(arm, k) for k in KEPT) in done: continue
         row, seen = watched(arm, bench)
         same = row["weights_sha"] == study.rows[arm]["weights_sha"]
-        stored["runs"].append({"run": row["run"], **{k: getattr(arm, k) for k in KEPT}, "as_in_ledger": same, **seen, "weights_sha": row["weights_sha"]})
+        stored["runs"].append({
+            "run": row["run"],
+            **{k: getattr(arm, k) for k in KEPT},
+            "as_in_ledger": same,
+            **seen,
+            "weights_sha": row["weights_sha"],
+        })
         store()
         print(*(getattr(arm, k) for k in KEPT), stored["runs"][-1]["as_in_ledger"], flush=True)
     return 0

@@ -1,4 +1,5 @@
-"""Measures which format suits which layer and tensor for nbs/studies/layers.ipynb; what is stored already is kept.
+"""Measures which format suits which layer and tensor for nbs/studies/layers.ipynb; what is stored
+already is kept.
 
 python nbs/studies/experiments/layers.py --checkpoints FOLDER --corpus eurlex=path:TEXT     # about half an hour on one thread
 """
@@ -41,14 +42,21 @@ def short(x: float, digits: int = 5) -> float | None:
 
 def fine_tune(model: GPT, bench: Bench, rate: float, seed: int) -> bool:
     "AdamW on the linear layers' weights as the instrument does it; whether every loss was finite."
-    task, corpus, weights = bench.task, bench.corpus(TEXT), [m.weight for m in linear_layers(model).values()]
+    task = bench.task
+    corpus = bench.corpus(TEXT)
+    weights = [m.weight for m in linear_layers(model).values()]
     for p in model.parameters(): p.requires_grad_(False)
     for p in weights: p.requires_grad_(True)
-    optimizer = torch.optim.AdamW(weights, betas=(task.beta1, task.beta2), eps=task.eps, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        weights, betas=(task.beta1, task.beta2), eps=task.eps, weight_decay=0.0
+    )
     for step in range(1, task.steps + 1):
-        for group in optimizer.param_groups: group["lr"] = rate * ramp(step, task.steps, task.warmup)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * ramp(step, task.steps, task.warmup)
         optimizer.zero_grad()
-        loss = loss_of(model, *get_batch(corpus.train, task.batch_size, model.config.block_size, seed, step))
+        loss = loss_of(
+            model, *get_batch(corpus.train, task.batch_size, model.config.block_size, seed, step)
+        )
         if not math.isfinite(loss.item()): return False
         loss.backward()
         optimizer.step()
@@ -66,7 +74,8 @@ def validate(model: GPT, bench: Bench, split: str) -> float:
 
 
 def tensors_of(model: GPT, bench: Bench) -> dict[tuple[str, str], Tensor]:
-    "By layer and kind, over four batches of the tuning split: weights, inputs, and gradients of the outputs for the mean loss of a batch."
+    """By layer and kind, over four batches of the tuning split: weights, inputs,
+    and gradients of the outputs for the mean loss of a batch."""
     x, y = validation_pieces(bench.corpus(TEXT).val, "tune", model.config.block_size, bench.task)
     found = {(name, kind): [] for name in linear_layers(model) for kind in KINDS}
 
@@ -77,7 +86,8 @@ def tensors_of(model: GPT, bench: Bench) -> dict[tuple[str, str], Tensor]:
         return m.register_forward_hook(note)
 
     hooks = [watch(name, m) for name, m in linear_layers(model).items()]
-    for i in range(4): loss_of(model, x[i * 128 : i * 128 + 64], y[i * 128 : i * 128 + 64]).backward()
+    for i in range(4):
+        loss_of(model, x[i * 128 : i * 128 + 64], y[i * 128 : i * 128 + 64]).backward()
     for hook in hooks: hook.remove()
     for name, m in linear_layers(model).items(): found[name, "weight"].append(m.weight.detach())
     return {key: torch.cat([t.flatten(0, -2) for t in parts]) for key, parts in found.items()}
@@ -87,11 +97,18 @@ def tensor_rows(model: GPT, bench: Bench, checkpoint: str) -> list[dict]:
     "What each format keeps of each tensor, under its own power-of-two scale and under none."
     rows = []
     for (layer, kind), x in tensors_of(model, bench).items():
-        row = {"checkpoint": checkpoint, "layer": layer, "kind": kind, "amax": short(x.abs().amax().item())}
+        row = {
+            "checkpoint": checkpoint,
+            "layer": layer,
+            "kind": kind,
+            "amax": short(x.abs().amax().item()),
+        }
         row |= {k: short(v) for k, v in asdict(profile_of(x)).items()}
         for fmt, scaled in product(EIGHT_BIT, (True, False)):
             s = quantize_stats(x, fmt, scale_of(x, fmt) if scaled else 1.0)[1]
-            row[f"{fmt}{'' if scaled else ' unscaled'}"] = [short(s.sqnr_db), short(s.overflow_rate), short(s.underflow_rate)]
+            row[f"{fmt}{'' if scaled else ' unscaled'}"] = [
+                short(s.sqnr_db), short(s.overflow_rate), short(s.underflow_rate)
+            ]
         rows.append(row)
     return rows
 
@@ -102,12 +119,15 @@ def tensor_rows(model: GPT, bench: Bench, checkpoint: str) -> list[dict]:
 def weight_gradients(model: GPT, batches: list) -> Tensor:
     "The gradients of all rounded layers' weights, as one vector."
     weights = [m.weight for m in linear_layers(model).values()]
-    total = torch.autograd.grad(sum(loss_of(model, x, y) for x, y in batches) / len(batches), weights)
+    total = torch.autograd.grad(
+        sum(loss_of(model, x, y) for x, y in batches) / len(batches), weights
+    )
     return torch.cat([g.flatten() for g in total])
 
 
 def effect_rows(model: GPT, bench: Bench, checkpoint: str) -> list[dict]:
-    "Loss with one tensor rounded minus loss with none (tuning split); 1 - cosine to the unrounded weight gradients, for each kind."
+    """Loss with one tensor rounded minus loss with none (tuning split);
+    1 - cosine to the unrounded weight gradients, for each kind."""
     x, y = validation_pieces(bench.corpus(TEXT).val, "tune", model.config.block_size, bench.task)
     batches = list(zip(x[:128].split(64), y[:128].split(64)))
     for m in linear_layers(model).values(): m.requires_grad_(True)
@@ -130,45 +150,78 @@ def effect_rows(model: GPT, bench: Bench, checkpoint: str) -> list[dict]:
 
 
 def assignments(tensors: list[dict]) -> dict[str, dict[str, dict[str, str]] | None]:
-    "By arm: a format for each layer and kind; chosen, where there is a choice, by the mean SQNR of the tensors over the checkpoints."
+    """By arm: a format for each layer and kind; chosen, where there is a choice,
+    by the mean SQNR of the tensors over the checkpoints."""
     layers = list(dict.fromkeys(r["layer"] for r in tensors))
-    sqnr = lambda fmt, kind, layer=None: np.mean([r[fmt][0] for r in tensors if r["kind"] == kind and layer in (None, r["layer"])])
+    sqnr = lambda fmt, kind, layer=None: np.mean([
+        r[fmt][0] for r in tensors if r["kind"] == kind and layer in (None, r["layer"])
+    ])
     best = lambda kind, layer=None: max(EIGHT_BIT, key=lambda f: sqnr(f, kind, layer))
     everywhere = lambda by_kind: {layer: by_kind for layer in layers}
-    arms = {"FP32": None, **{f: everywhere(dict.fromkeys(KINDS, f)) for f in EIGHT_BIT if f != "E1M6"}, "E4M3, E5M2 gradients": everywhere(CONVENTION)}
+    arms = {
+        "FP32": None,
+        **{f: everywhere(dict.fromkeys(KINDS, f)) for f in EIGHT_BIT if f != "E1M6"},
+        "E4M3, E5M2 gradients": everywhere(CONVENTION),
+    }
     arms["by kind"] = everywhere({kind: best(kind) for kind in KINDS})
-    arms["by layer and kind"] = {layer: {kind: best(kind, layer) for kind in KINDS} for layer in layers}
+    arms["by layer and kind"] = {
+        layer: {kind: best(kind, layer) for kind in KINDS} for layer in layers
+    }
     return arms
 
 
 def prepared(bench: Bench, checkpoint: str, assignment: dict | None) -> GPT:
     "The checkpoint's model, rounding as assigned."
     model = bench.model(checkpoint)
-    if assignment: quantize_model(model, config=PrecisionConfig([LayerPrecisionRule(layer, **points) for layer, points in assignment.items()]))
+    if assignment:
+        quantize_model(
+            model,
+            config=PrecisionConfig([
+                LayerPrecisionRule(layer, **points) for layer, points in assignment.items()
+            ]),
+        )
     return model
 
 
-def run(bench: Bench, assignment: dict | None, checkpoint: str, rate: float, seed: int, split: str) -> dict:
-    "One fine-tuning with these points rounded; a run that is not finite or ends above the frozen model counts as the frozen one."
+def run(
+    bench: Bench, assignment: dict | None, checkpoint: str, rate: float, seed: int, split: str
+) -> dict:
+    """One fine-tuning with these points rounded;
+    a run that is not finite or ends above the frozen model counts as the frozen one."""
     began, model = time.perf_counter(), prepared(bench, checkpoint, assignment)
     start = validate(model, bench, split)
     model.train()
     finite = fine_tune(model, bench, rate, seed)
-    loss, frozen = validate(model, bench, split), frozen_loss(Arm(checkpoint=checkpoint, corpus=TEXT, split=split), bench)
+    loss = validate(model, bench, split)
+    frozen = frozen_loss(Arm(checkpoint=checkpoint, corpus=TEXT, split=split), bench)
     diverged = not finite or not loss <= frozen
-    return {"checkpoint": checkpoint, "lr": rate, "seed": seed, "split": split, "start_loss": start, "val_loss": frozen if diverged else loss,
-            "diverged": diverged, "frozen_loss": frozen, "seconds": round(time.perf_counter() - began, 2)}
+    return {
+        "checkpoint": checkpoint,
+        "lr": rate,
+        "seed": seed,
+        "split": split,
+        "start_loss": start,
+        "val_loss": frozen if diverged else loss,
+        "diverged": diverged,
+        "frozen_loss": frozen,
+        "seconds": round(time.perf_counter() - began, 2),
+    }
 
 
 def tuned_rate(runs: list[dict], arm: str) -> float:
     "The rate with the least mean tuning loss; the smaller one of equals."
-    mean = lambda rate: np.mean([r["val_loss"] for r in runs if r["arm"] == arm and r["split"] == "tune" and r["lr"] == rate])
+    mean = lambda rate: np.mean([
+        r["val_loss"] for r in runs if r["arm"] == arm and r["split"] == "tune" and r["lr"] == rate
+    ])
     return min(RATES, key=lambda rate: (mean(rate), rate))
 
 
 def main() -> int:
     bench, stored, store = opened(__doc__, OUT, ("tensors", "effects", "runs"))
-    stored["facts"] |= {"task": asdict(bench.task), "fp32_rate": FP32_RATE, "rates": RATES, "tune_seeds": TUNE_SEEDS, "confirm_seeds": CONFIRM_SEEDS}
+    stored["facts"] |= {
+        "task": asdict(bench.task), "fp32_rate": FP32_RATE, "rates": RATES,
+        "tune_seeds": TUNE_SEEDS, "confirm_seeds": CONFIRM_SEEDS,
+    }
     for number, c in enumerate(CHECKPOINTS):
         if any(r["checkpoint"] == c for r in stored["effects"]): continue
         print(f"tensors of {c}", flush=True)
@@ -183,8 +236,16 @@ def main() -> int:
     done = {(r["arm"], r["checkpoint"], r["lr"], r["seed"], r["split"]) for r in stored["runs"]}
     for split in ("tune", "confirm"):
         for arm, assignment in stored["arms"].items():
-            if split == "tune": jobs = [(c, rate, seed) for rate in RATES for c, seed in zip(CHECKPOINTS, TUNE_SEEDS)]
-            else: jobs = [(c, tuned_rate(stored["runs"], arm), seed) for c in CHECKPOINTS for seed in CONFIRM_SEEDS]
+            if split == "tune":
+                jobs = [
+                    (c, rate, seed) for rate in RATES for c, seed in zip(CHECKPOINTS, TUNE_SEEDS)
+                ]
+            else:
+                jobs = [
+                    (c, tuned_rate(stored["runs"], arm), seed)
+                    for c in CHECKPOINTS
+                    for seed in CONFIRM_SEEDS
+                ]
             for c, rate, seed in jobs:
                 if (arm, c, rate, seed, split) in done: continue
                 stored["runs"].append({"arm": arm, **run(bench, assignment, c, rate, seed, split)})

@@ -1,7 +1,10 @@
-"""Runs the arms behind every effect that matters again at the learning rates beside the tuned ones, as the protocol asks: once on each checkpoint.
+"""Runs the arms behind every effect that matters again at the learning rates beside the tuned ones,
+as the protocol asks: once on each checkpoint.
 
-python nbs/studies/experiments/neighbours.py --out LEDGER_FOLDER --checkpoints FOLDER --corpus eurlex=path:TEXT [--workers N]
-The effects are those of the committed ledger (nbs/results/ledger); the rows go to LEDGER_FOLDER/ledger.jsonl, and what it holds is not repeated.
+python nbs/studies/experiments/neighbours.py --out LEDGER_FOLDER --checkpoints FOLDER --corpus
+eurlex=path:TEXT [--workers N]
+The effects are those of the committed ledger (nbs/results/ledger); the rows go to
+LEDGER_FOLDER/ledger.jsonl, and what it holds is not repeated.
 """
 import argparse
 from dataclasses import replace
@@ -19,10 +22,18 @@ class Neighbours(Sweep):
     "A sweep whose runs are those beside the tuned rates."
     def __init__(self, study: Study, *how):
         super().__init__(*how)
-        cells = {cell for weights in what_matters(study).values() for cell, w in weights.items() if w}
+        cells = {
+            cell for weights in what_matters(study).values() for cell, w in weights.items() if w
+        }
         tuned = [(cell, study.tuned[cell]) for cell in sorted(cells, key=str)]
-        self.arms = [replace(cell, lr=t.rates[k], split="confirm", checkpoint=c, seed=s) for s in SEEDS for cell, t in tuned
-                     for k in (t.best - 1, t.best + 1) if 0 <= k < len(t.rates) for c in study.checkpoints]
+        self.arms = [
+            replace(cell, lr=t.rates[k], split="confirm", checkpoint=c, seed=s)
+            for s in SEEDS
+            for cell, t in tuned
+            for k in (t.best - 1, t.best + 1)
+            if 0 <= k < len(t.rates)
+            for c in study.checkpoints
+        ]
 
     def plan(self) -> Plan:
         jobs = [Job(arm, "neighbour") for arm in self.arms if self.loss(arm) is None]
@@ -36,7 +47,9 @@ def main() -> int:
     parser.add_argument("--corpus", required=True, help="eurlex=path:<file>")
     parser.add_argument("--workers", type=int, default=1)
     args = parser.parse_args()
-    matrix = replace(read_matrix((ROOT / "studies/matrices/tier1.yaml").read_text()), name="neighbours", tier=7)
+    matrix = replace(
+        read_matrix((ROOT / "studies/matrices/tier1.yaml").read_text()), name="neighbours", tier=7
+    )
     bench = Bench(args.checkpoints, dict([args.corpus.split("=", 1)]))
     sweep = Neighbours(central_study(), matrix, args.out, bench)
     print(f"{len(sweep.arms)} runs, {len(sweep.plan().jobs)} of them to be made", flush=True)

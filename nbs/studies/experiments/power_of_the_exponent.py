@@ -1,4 +1,5 @@
-"""Which split of seven bits suits which tensor, for nbs/studies/power_of_the_exponent.ipynb: in theory, and in a trained GPT.
+"""Which split of seven bits suits which tensor, for nbs/studies/power_of_the_exponent.ipynb: in
+theory, and in a trained GPT.
 
 python nbs/studies/experiments/power_of_the_exponent.py            # a few minutes on one thread
 """
@@ -29,8 +30,10 @@ from altgrad.training.trainer import Trainer, evaluate
 
 OUT = Path(__file__).resolve().parents[3] / "nbs/results/power_of_the_exponent.json"
 FREEDOM = (2, 2.5, 3, 4, 5, 6, 8, 12, 20, 50)  # of Student's t
-CONFIG = TrainConfig(name="power", format=None, model="gpt-tiny", max_steps=600, batch_size=16, block_size=64, eval_every=300, checkpoint_every=10**6,
-                     device="cpu", compute_dtype="float32")
+CONFIG = TrainConfig(
+    name="power", format=None, model="gpt-tiny", max_steps=600, batch_size=16, block_size=64,
+    eval_every=300, checkpoint_every=10**6, device="cpu", compute_dtype="float32",
+)
 SAMPLE = 2**17  # elements of a tensor that are measured, at most
 
 
@@ -47,13 +50,18 @@ def gaussian(x: np.ndarray) -> np.ndarray: return np.exp(-x * x / 2) / math.sqrt
 
 def student(freedom: float) -> Callable[[np.ndarray], np.ndarray]:
     "The density of Student's t."
-    front = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi * freedom)
+    front = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(
+        math.pi * freedom
+    )
     return lambda x: front * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
 
 
 def densities() -> dict[str, tuple[Callable, float]]:
-    "Symmetric densities, each with the magnitude at which it is clipped, as in the authors' program."
-    return {"uniform": (lambda x: np.full_like(x, 0.5), 1.0), "Gaussian": (gaussian, 10.0)} | {f"t{v:g}": (student(v), 100.0) for v in FREEDOM}
+    """Symmetric densities, each with the magnitude at which it is clipped,
+    as in the authors' program."""
+    return {"uniform": (lambda x: np.full_like(x, 0.5), 1.0), "Gaussian": (gaussian, 10.0)} | {
+        f"t{v:g}": (student(v), 100.0) for v in FREEDOM
+    }
 
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(8)
@@ -65,7 +73,8 @@ def expected_error(
     limit: float,  # values beyond are put there
     scale: float,
 ) -> tuple[float, float]:  # mean squared error of rounding to nearest with saturation, and mean square
-    "Both as integrals: Gauss-Legendre on every piece between midpoints of the format's values, pieces at most a quarter octave wide."
+    """Both as integrals: Gauss-Legendre on every piece between midpoints of the
+    format's values, pieces at most a quarter octave wide."""
     values = fmt.values[: fmt.last_finite + 1].double().numpy() * scale
     middle = (values[1:] + values[:-1]) / 2
     edges = np.concatenate([[0.0, limit], middle, limit * 2.0 ** -np.arange(0, 20, 0.25)])
@@ -75,16 +84,23 @@ def expected_error(
     mass = 2 * half[:, None] * WEIGHTS * density(x)  # both signs
     beyond = max(0.0, 1 - mass.sum())
     error = (x - values[np.searchsorted(middle, x)]) ** 2
-    return (mass * error).sum() + beyond * (limit - values[np.searchsorted(middle, limit)]) ** 2, (mass * x * x).sum() + beyond * limit**2
+    return (mass * error).sum() + beyond * (limit - values[np.searchsorted(middle, limit)]) ** 2, (
+        mass * x * x
+    ).sum() + beyond * limit**2
 
 
 def best_expected(fmt: FP8Format, density: Callable, limit: float) -> dict[str, float]:
-    "The smallest error over scales, to a 64th of an octave; the limit over the format's max is the scale that clips nothing."
+    """The smallest error over scales, to a 64th of an octave;
+    the limit over the format's max is the scale that clips nothing."""
     scales = limit / fmt.max * 2.0 ** -np.arange(-1, 9, 1 / 64)
     errors = [expected_error(fmt, density, limit, s) for s in scales]
     best = min(range(len(scales)), key=lambda i: errors[i][0])
     error, square = errors[best]
-    return {"mse": short(error, 6), "sqnr": short(10 * math.log10(square / error)), "range": short(scales[best] * fmt.max)}
+    return {
+        "mse": short(error, 6),
+        "sqnr": short(10 * math.log10(square / error)),
+        "range": short(scales[best] * fmt.max),
+    }
 
 
 def theory() -> dict:
@@ -102,7 +118,8 @@ def theory() -> dict:
 
 
 def crossing(few: str = "E2M5", more: str = "E3M4") -> dict[str, float]:
-    "Degrees of freedom of the Student's t at which two splits keep the same; heavier tails than that want the one with more range."
+    """Degrees of freedom of the Student's t at which two splits keep the same;
+    heavier tails than that want the one with more range."""
     low, high = 5.0, 20.0
     for _ in range(12):
         at = (low + high) / 2
@@ -115,13 +132,22 @@ def crossing(few: str = "E2M5", more: str = "E3M4") -> dict[str, float]:
 
 
 def tensors_of(trainer: Trainer) -> dict[tuple[str, str], Tensor]:
-    "The weight, the input and the gradient of the output of every linear layer, on a batch that training did not reach."
+    """The weight, the input and the gradient of the output of every linear layer,
+    on a batch that training did not reach."""
     c, found, hooks = trainer.config, {}, []
     for name, m in trainer.model.named_modules():
         if not isinstance(m, nn.Linear): continue
         found[name, "weight"] = m.weight.detach().clone()
-        hooks.append(m.register_forward_pre_hook(lambda m, x, name=name: found.__setitem__((name, "activation"), x[0].detach())))
-        hooks.append(m.register_full_backward_hook(lambda m, gi, go, name=name: found.__setitem__((name, "gradient"), go[0].detach())))
+        hooks.append(
+            m.register_forward_pre_hook(
+                lambda m, x, name=name: found.__setitem__((name, "activation"), x[0].detach())
+            )
+        )
+        hooks.append(
+            m.register_full_backward_hook(
+                lambda m, gi, go, name=name: found.__setitem__((name, "gradient"), go[0].detach())
+            )
+        )
     x, y = get_batch(trainer.corpus.train, c.batch_size, c.block_size, c.seed, c.max_steps + 1, 0)
     loss_of(trainer.model, x, y).backward()
     for hook in hooks: hook.remove()
@@ -130,10 +156,14 @@ def tensors_of(trainer: Trainer) -> dict[tuple[str, str], Tensor]:
 
 
 def measure(x: Tensor) -> dict:
-    "What each format keeps of a tensor: under its best scale, amax's power of two, and exact amax scales of rows and of blocks of 32."
+    """What each format keeps of a tensor: under its best scale, amax's power of two,
+    and exact amax scales of rows and of blocks of 32."""
     scores = {row.format: row for row in recommend_format(x, sample=SAMPLE)}
     rows = x.flatten(0, -2)
-    fine = {g: {f: sqnr_db(rows, f, scale_of(rows, f, g, kind="exact")) for f in EIGHT_BIT} for g in ("channel", 32)}
+    fine = {
+        g: {f: sqnr_db(rows, f, scale_of(rows, f, g, kind="exact")) for f in EIGHT_BIT}
+        for g in ("channel", 32)
+    }
     return {"elements": x.numel(), "profile": {k: short(v, 4) for k, v in asdict(profile_of(x)).items()},
             "best": [short(scores[f].sqnr) for f in EIGHT_BIT], "amax": [short(scores[f].at_amax) for f in EIGHT_BIT],
             "row": [short(fine["channel"][f]) for f in EIGHT_BIT], "block": [short(fine[32][f]) for f in EIGHT_BIT]}
@@ -148,9 +178,14 @@ def measure_all(trainer: Trainer) -> list[dict]:
 
 
 def losses(trainer: Trainer, measured: list[dict]) -> dict[str, float]:
-    "Validation loss with the linear weights rounded to one format after training, and with each layer in its weight's best one."
+    """Validation loss with the linear weights rounded to one format after training,
+    and with each layer in its weight's best one."""
     plain, out = trainer.model, {"float32": evaluate(trainer)["val_loss"]}
-    best = {row["layer"]: EIGHT_BIT[int(np.argmax(row["amax"]))] for row in measured if row["kind"] == "weight" and row["layer"] != "lm_head"}
+    best = {
+        row["layer"]: EIGHT_BIT[int(np.argmax(row["amax"]))]
+        for row in measured
+        if row["kind"] == "weight" and row["layer"] != "lm_head"
+    }
     mixed = PrecisionConfig([LayerPrecisionRule(layer, fmt) for layer, fmt in best.items()])
     for name, how in [*((f, {"format": f}) for f in EIGHT_BIT), ("mixed", {"config": mixed})]:
         trainer.model = copy.deepcopy(plain)
@@ -167,9 +202,15 @@ def trained() -> dict:
         trainer = Trainer(CONFIG, folder, corpus)
         out = {"config": asdict(CONFIG), "before": measure_all(trainer)}
         for row in trainer.steps():
-            if row["step"] % 100 == 0: print(f"step {row['step']}: loss {row['loss']:.3f}", flush=True)
+            if row["step"] % 100 == 0:
+                print(f"step {row['step']}: loss {row['loss']:.3f}", flush=True)
         out |= {"val_loss": row["val_loss"], "after": measure_all(trainer)}
-        return out | {"rounded": losses(trainer, out["after"]), "sample": SAMPLE, "corpus": corpus.facts(), "seed": CONFIG.seed}
+        return out | {
+            "rounded": losses(trainer, out["after"]),
+            "sample": SAMPLE,
+            "corpus": corpus.facts(),
+            "seed": CONFIG.seed,
+        }
 
 
 def main() -> int:

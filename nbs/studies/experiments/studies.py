@@ -1,4 +1,5 @@
-"""What the scripts of the small studies share: their arguments, and results that are stored after every run and not made again."""
+"""What the scripts of the small studies share: their arguments, and results that are stored after
+every run and not made again."""
 import argparse
 import json
 from pathlib import Path
@@ -18,21 +19,41 @@ TEXT, CHECKPOINTS = "eurlex", ("stdlib-0.1m-0", "stdlib-0.1m-1", "stdlib-0.1m-2"
 
 def central_study() -> Study:
     "Tiers 1 to 3 of the committed ledger."
-    return build_study(read_ledger(ROOT / "results/ledger"), [read_matrix((ROOT / f"studies/matrices/tier{i}.yaml").read_text()) for i in (1, 2, 3)])
+    return build_study(
+        read_ledger(ROOT / "results/ledger"),
+        [read_matrix((ROOT / f"studies/matrices/tier{i}.yaml").read_text()) for i in (1, 2, 3)],
+    )
 
 
-def opened(doc: str, out: Path, parts: tuple[str, ...]) -> tuple[Bench, dict[str, Any], Callable[[], None]]:
-    "The instrument on one thread, what is stored so far (lists under `parts`, and the circumstances under `facts`), and a function that stores it."
+def opened(
+    doc: str, out: Path, parts: tuple[str, ...]
+) -> tuple[Bench, dict[str, Any], Callable[[], None]]:
+    """The instrument on one thread, what is stored so far (lists under `parts`,
+    and the circumstances under `facts`), and a function that stores it."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=out, help="the file of results; what it holds is not repeated")
-    parser.add_argument("--checkpoints", type=Path, default=Path("runs/checkpoints"), help="folder of checkpoint files; built where they are missing")
+    parser.add_argument(
+        "--out", type=Path, default=out, help="the file of results; what it holds is not repeated"
+    )
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path("runs/checkpoints"),
+        help="folder of checkpoint files; built where they are missing",
+    )
     parser.add_argument("--corpus", required=True, help="eurlex=path:<file>")
     args = parser.parse_args()
     torch.set_num_threads(1)
     bench = Bench(args.checkpoints, dict([args.corpus.split("=", 1)]))
-    stored = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {part: [] for part in parts}
-    stored["facts"] = {"checkpoints": {c: build_checkpoint(bench, c) for c in CHECKPOINTS}, "corpus": bench.corpus(TEXT).facts() | {"name": TEXT},
-                       "machine": machine(), "versions": versions(), "git_commit": git_commit()}
+    stored = (
+        json.loads(args.out.read_text(encoding="utf-8"))
+        if args.out.is_file()
+        else {part: [] for part in parts}
+    )
+    stored["facts"] = {
+        "checkpoints": {c: build_checkpoint(bench, c) for c in CHECKPOINTS},
+        "corpus": bench.corpus(TEXT).facts() | {"name": TEXT},
+        "machine": machine(),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
 
     def store() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
