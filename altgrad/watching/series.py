@@ -175,7 +175,9 @@ def _read_parts(folder: Path, kind: str, column: str) -> Iterator[tuple[str, int
         path = folder / part
         fault = _part_fault(path, listed[part]) if part in listed else ""
         if fault: raise InputError(f"{path} is {fault}")
-        try: rows = pq.read_table(path, columns=["path", "step", column]).to_pylist()
+        try:
+            source = io.BytesIO(path.read_bytes())  # pyarrow takes only names in UTF-8
+            rows = pq.read_table(source, columns=["path", "step", column]).to_pylist()
         except Exception as e: raise InputError(f"{path} is damaged ({one_line(e, 100)})") from None
         yield from ((row["path"], row["step"], row[column]) for row in rows)
 

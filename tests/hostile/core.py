@@ -118,8 +118,11 @@ def settings(base: Path, **changes: Any) -> list[str]:
 def make_base(base: Path) -> None:
     """A text, a run that was killed at its seventh step,
     the same run left alone, and a small sweep's ledger."""
-    import matplotlib.pyplot  # noqa: F401  # once, and not in every worker
+    # once, and not in every worker: what a run loads late takes seconds
+    import matplotlib.pyplot  # noqa: F401
     import torch
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401
 
     from altgrad.evidence import replicas, sweep  # noqa: F401
     from altgrad.model import gpt as model
