@@ -11,7 +11,9 @@ from altgrad.model.gpt import PRESETS, GPTConfig
 from altgrad.training.data import load_corpus
 from altgrad.training.config import make_config
 from altgrad.training.trainer import Trainer
-from old import OLD_TORCH
+from old import NO_COMPILER, OLD_TORCH
+
+pytestmark = pytest.mark.skipif(NO_COMPILER, reason="torch's compiler needs vectors")
 
 SMALL = dict(
     format="E4M3", model="nano", max_steps=3, batch_size=2, block_size=16, eval_windows=2,
@@ -54,9 +56,10 @@ def test_a_compiled_run_is_one_graph_with_the_losses_of_the_eager_one(run):
     said, eager = run("eager", **points)
     torch._dynamo.utils.counters.clear()
     told, compiled = run("compiled", compile="on", **points)
+    assert events(compiled) == []
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert said["compile"] == "off" and told["compile"] == "on" and not events(compiled)
+    assert said["compile"] == "off" and told["compile"] == "on"
     # another order of additions moves a loss by some 1e-7; a value that then falls on the other
     # side of a rounding boundary, by some 1e-5
     torch.testing.assert_close(
