@@ -454,7 +454,8 @@ def _open_wandb(mirror: "Mirror") -> Any:
 # %% ../../nbs/training/02_tracking.ipynb #fe6ea1ad
 def first_line(e: BaseException) -> str:
     "What an error says, in one line; its kind if it says nothing."
-    return (str(e).strip() or type(e).__name__).splitlines()[0]
+    first, *rest = (str(e).strip() or type(e).__name__).splitlines()
+    return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
 
 # %% ../../nbs/training/02_tracking.ipynb #b064f194
 def _mirror_row(run: Any, row: dict[str, Any]) -> None:
