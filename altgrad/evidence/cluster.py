@@ -77,10 +77,10 @@ class RayWorkers:
     def __init__(
         self,
         of: "sweep.Sweep",  # whose runs these are
-        address: str | None = None,  # of the cluster; None takes the one of this machine, or starts one for as long as the sweep lasts
+        address: str | None = None,  # of the cluster; None: the one of this machine, or one for this sweep alone
         cpus: float = 1.0,  # that a run takes
         retries: int = 3,  # of a run whose worker or machine dies
-        gpus: float = 0.0,  # share of a GPU that a run takes, up to 1; it is made there by the engine of `altgrad.evidence.replicas`
+        gpus: float = 0.0,  # share of a GPU that a run takes, up to 1; 0 keeps it on a CPU
     ):
         if not 0 <= gpus <= 1:
             raise InputError(f"a run takes a share of one GPU, from 0 to 1, not {gpus}")

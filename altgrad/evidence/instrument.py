@@ -285,7 +285,7 @@ class Bench:
     def __init__(
         self,
         checkpoints: Path | str = "runs/checkpoints",  # folder of the checkpoint files
-        data: Mapping[str, str] | None = None,  # label to data string, e.g. {"eurlex": "path:laws.txt"}; `stdlib` needs none
+        data: Mapping[str, str] | None = None,  # by label, e.g. {"eurlex": "path:laws.txt"}; `stdlib` is known
         task: Task = Task(),
         cache: Path | str | None = None,  # of prepared texts, see `load_corpus`
     ):

@@ -152,7 +152,7 @@ def _draw_none(ax: Any, rows: list[Mapping[str, Any]]) -> None:
 # %% ../../nbs/evidence/03_stability.ipynb #4ecf91ec
 def plot_max_lr(
     found: Iterable[Mapping[str, Any]],  # rows of `StabilitySearch.found`
-    best: Mapping[tuple, float] = {},  # noqa: B006 (format, storage, rule, power) to the tuned learning rate, drawn as a circle
+    best: Mapping[tuple, float] = {},  # noqa: B006 tuned rate by (format, storage, rule, power): circles
 ) -> Any:  # the matplotlib figure
     """Draw the largest stable learning rate by format: a panel for each rule,
     a line for each storage; at the foot, none."""

@@ -52,7 +52,7 @@ class Matrix:
     "What a sweep compares."
     name: str
     tier: int  # its place in the protocol's order
-    cells: tuple[tuple[Arm, float], ...]  # each arm (its seed, split and checkpoint mean nothing), and the middle of its learning rates
+    cells: tuple[tuple[Arm, float], ...]  # arm (less seed, split, checkpoint) and middle of its rates
     checkpoints: tuple[str, ...]
     tune_seeds: tuple[int, ...]  # the first on the first checkpoint, the second on the second, and round again
     confirm_seeds: tuple[int, ...]  # each on every checkpoint
@@ -659,7 +659,7 @@ class Sweep:
         matrix: Matrix,
         out: Path | str,  # the ledger's folder
         bench: Bench,
-        accept: Iterable[str] = (),  # codes, or the beginnings of them, whose rows count as this code's; `none`: rows that do not say theirs
+        accept: Iterable[str] = (),  # codes whose rows count as this code's, or their beginnings; `none`: rows without
     ):
         self.matrix, self.ledger, self.out = matrix, Ledger(out), Path(out)
         self.bench, self._ids = bench.with_task(matrix.task), dict[Arm, str]()
