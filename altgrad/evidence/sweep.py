@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['AXES', 'MOST_ARMS', 'MOST_RUNS', 'MOST_RATES', 'Losses', 'FLAGS', 'TOLERANCE', 'Matrix', 'read_matrix', 'Job', 'Loss',
            'Tuning', 'loss_of_row', 'rate', 'tuning', 'wider_powers', 'Plan', 'plan', 'check_row', 'check_rows',
-           'Ledger', 'best_arms', 'counted', 'Workers', 'protocol_commit', 'Sweep', 'estimate', 'describe', 'compact',
-           'read_rows', 'flags', 'beside', 'find_row', 'replay']
+           'Ledger', 'best_arms', 'counted', 'start_bench', 'worker_bench', 'failure', 'work_alone', 'Workers',
+           'protocol_commit', 'Sweep', 'estimate', 'describe', 'compact', 'read_rows', 'flags', 'beside', 'find_row',
+           'replay']
 
 # %% ../../nbs/evidence/01_sweep.ipynb #77055950
-import copy
 import itertools
 import json
 import math
@@ -506,33 +506,52 @@ def _html(ledger: Ledger) -> str:
     return html_card(title, {"rows": f"{len(rows):,}", **counts, "failed": failed, **arms}, picture)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #63cace48
-_BENCH: Bench  # of a worker process, from its start on
+_WORKER: dict[str, Any] = {}  # of a worker process: its bench, and the set-up that it was made from
+
+def start_bench(
+    setup: tuple,  # what `Bench` takes: folder, texts, task, cache
+) -> Bench:
+    "Make a worker process's bench, for one thread, unless it is there."
+    if _WORKER.get("setup") != setup:
+        torch.set_num_threads(1)
+        _WORKER["bench"], _WORKER["setup"] = Bench(*setup), setup
+    return _WORKER["bench"]
+
+def worker_bench() -> Bench: return _WORKER["bench"]  # the one of `start_bench`
+
+def failure(
+    e: BaseException,
+) -> dict[str, Any]:
+    "Return what a row says of an error."
+    return {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}
+
+# %% ../../nbs/evidence/01_sweep.ipynb #3f1e77a0
+def work_alone(
+    arm: Arm,
+) -> dict[str, Any]:
+    "Make one run in a worker process: its row, or why there is none."
+    try:
+        row = run_arm(arm, worker_bench())
+        return {**row, "error": None, "machine": machine(), "versions": versions()}
+    except Exception as e: return failure(e)
 
 def _start_worker(setup: tuple) -> None:
     "Prepares a worker process."
-    global _BENCH
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
-    torch.set_num_threads(1)
-    _BENCH = Bench(*setup)
+    start_bench(setup)
 
 def _end_with(parent) -> None:
     "Ends this process when its parent is gone."
     parent.join()
     os._exit(1)
 
-def _work(arm: Arm) -> dict[str, Any]:
-    "One run in a worker: its row, or why there is none."
-    try:
-        return {**run_arm(arm, _BENCH), "error": None, "machine": machine(), "versions": versions()}
-    except Exception as e: return {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"}
-
-# %% ../../nbs/evidence/01_sweep.ipynb #ad0f9268
 def _outcome(f: Future) -> dict[str, Any]:
     "What a worker gave, or why it could not."
     e = f.exception()
-    return {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"} if e else f.result()
+    return failure(e) if e else f.result()
 
+# %% ../../nbs/evidence/01_sweep.ipynb #ad0f9268
 class Workers:
     "A process pool that outlives its workers."
     def __init__(self, count: int, setup: tuple):
@@ -543,18 +562,18 @@ class Workers:
         self.pool = ProcessPoolExecutor(self.count, get_context("spawn"), _start_worker,
                                         (self.setup,))
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         "Ends the workers now: what they were at is made again next time."
         processes = list((getattr(self.pool, "_processes", None) or {}).values())
         self.pool.shutdown(wait=False, cancel_futures=True)
         for p in processes: p.terminate()
 
     def __enter__(self) -> "Workers": return self
-    def __exit__(self, *_) -> None: self._stop()
+    def __exit__(self, *_) -> None: self.stop()
 
     def restart(self) -> None:
         "New workers after one died."
-        self._stop()
+        self.stop()
         self._start()
 
 # %% ../../nbs/evidence/01_sweep.ipynb #cc79f83a
@@ -728,7 +747,7 @@ def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any],
            progress: bool) -> Iterator[dict[str, Any]]:
     "The rows of one stage, as they come."
     with _progress(f"{sweep.matrix.name} {todo.stage}", len(todo.jobs), progress) as step:
-        for job, result in _results(workers, todo.jobs, _work):
+        for job, result in _results(workers, todo.jobs, work_alone):
             mine = sweep.run_id(job.arm)
             if result.get("run", mine) != mine:
                 result = {
@@ -897,12 +916,9 @@ def _same_cpu(then: Mapping[str, Any]) -> bool:
 def _bench_of(row: Mapping[str, Any], bench: Bench, kept: Path | None) -> Bench:
     "The bench that has the row's checkpoint, or what comes next to it."
     if kept is None or not (kept / f"{row['checkpoint']}.pt").is_file(): return bench
-    stored = copy.copy(bench)
-    stored.folder, stored._states, stored._frozen = kept, {}, {}
-    again = stored.state(row["checkpoint"])[1] != row["checkpoint_sha"] and _same_cpu(
-        row["machine"]
-    )
-    return bench if again else stored
+    stored = bench.with_folder(kept)
+    same = stored.state(row["checkpoint"])[1] == row["checkpoint_sha"]
+    return stored if same or not _same_cpu(row["machine"]) else bench
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e49b4b4d
 def replay(
