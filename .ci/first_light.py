@@ -1,7 +1,8 @@
 """The README's first table: measures how far it moves between settings of one machine, and checks a
 fresh `make demo` against the bounds that it states.
 
-    .ci/first_light.py measure runs/first_light   the demo under every setting; writes nbs/results/first_light*.json and the figure (long; goes on)
+    .ci/first_light.py measure runs/first_light   the demo under every setting; writes the figure and
+                                                  nbs/results/first_light*.json (long; goes on)
     .ci/first_light.py check runs/demo            exit code 1 where a number of that demo lies outside its bound
 """
 import json
@@ -23,7 +24,9 @@ from altgrad.views.report import plot_comparison, save_figure
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "nbs/results/first_light.json"
 SPREAD = ROOT / "nbs/results/first_light_settings.json"
-SETTINGS = {  # what makes one machine sum in another order, as another machine would; and with how many of the demo's seeds, at most
+# what makes one machine sum in another order, as another machine would; and with how many of the
+# demo's seeds, at most
+SETTINGS = {
     "as_is": ({}, 3),
     "aten_default": ({"ATEN_CPU_CAPABILITY": "default"}, 3),
     "mkl_compatible": ({"MKL_CBWR": "COMPATIBLE"}, 1),

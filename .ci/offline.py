@@ -18,7 +18,10 @@ WIDGETS = re.compile(
 )
 ASKS = (
     re.compile(r"""<(?:script|img|iframe|source|video|audio)\b[^>]*?\bsrc=["']((?:https?:)?//[^"']+)"""),
-    re.compile(r"""<link\b(?=[^>]*\brel=["'](?:stylesheet|preload|icon|preconnect)["'])[^>]*?\bhref=["']((?:https?:)?//[^"']+)"""),
+    re.compile(
+        r"""<link\b(?=[^>]*\brel=["'](?:stylesheet|preload|icon|preconnect)["'])"""
+        r"""[^>]*?\bhref=["']((?:https?:)?//[^"']+)"""
+    ),
     re.compile(r"""@import\s+(?:url\()?["']?((?:https?:)?//[^"')]+)"""),
     re.compile(r"""url\(["']?((?:https?:)?//[^"')]+)"""),
 )

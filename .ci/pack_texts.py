@@ -1,8 +1,10 @@
 """Packs the two texts of the ledger, so that a clone can replay its rows:
 nbs/results/ledger/texts/<label>.tar.xz.
 
-python .ci/pack_texts.py eurlex=path:TEXT [stdlib=stdlib]     each with the hash that the ledger's rows name, else it is refused
-The archives depend on nothing but the texts: names in order, no times, no owners.
+python .ci/pack_texts.py eurlex=path:TEXT [stdlib=stdlib]
+
+A text whose hash is not the one that the ledger's rows name is refused. The archives
+depend on nothing but the texts: names in order, no times, no owners.
 """
 import io
 import lzma

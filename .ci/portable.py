@@ -1,9 +1,12 @@
 """Makes this machine compute as others would: runs what depends on floating-point sums in every
 setting, or measures what a setting moves.
 
-python .ci/portable.py             # the notebooks and tests below in every setting that computes otherwise here; `make portable` (an hour on two cores)
-python .ci/portable.py --quick     # the two settings that differ most, on the notebooks where a sum decides most; part of .ci/run (minutes)
-python .ci/portable.py --measure   # checksums and losses of this machine in every setting, into nbs/results/portability.json (minutes)
+python .ci/portable.py             # the notebooks and tests below in every setting that computes
+                                   # otherwise here; `make portable` (an hour on two cores)
+python .ci/portable.py --quick     # the two settings that differ most, on the notebooks where a sum
+                                   # decides most; part of .ci/run (minutes)
+python .ci/portable.py --measure   # checksums and losses of this machine in every setting, into
+                                   # nbs/results/portability.json (minutes)
 """
 import argparse
 import hashlib
@@ -65,8 +68,10 @@ NOTEBOOKS = """
     tutorials/bring_your_own_model tutorials/publish_a_result understand/geometry
     understand/scaling understand/stochastic_rounding understand/where_s_acts
 """.split()
-TESTS = """test_compile test_ddp test_evidence test_manifold test_monitors test_optim test_portability test_quantize test_replicas test_results
-    test_scaling test_surgery test_survival""".split()
+TESTS = """
+    test_compile test_ddp test_evidence test_manifold test_monitors test_optim test_portability
+    test_quantize test_replicas test_results test_scaling test_surgery test_survival
+""".split()
 QUICK_SETTINGS = "all three at their least", "two threads"
 QUICK = """
     geometry/01_manifold geometry/03_optim model/00_gpt model/03_products model/04_surgery

@@ -338,7 +338,9 @@ RAW_MATHS = """() => {
     const found = [], walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
     while (walk.nextNode()) {
         const text = walk.currentNode.data, e = walk.currentNode.parentElement;
-        if (/\\$[^$]+\\$/.test(text) && !e.closest('pre, code, script, style, .highlight, annotation')) found.push(text.trim().slice(0, 80));
+        if (!/\\$[^$]+\\$/.test(text)) continue;
+        if (e.closest('pre, code, script, style, .highlight, annotation')) continue;
+        found.push(text.trim().slice(0, 80));
     }
     return found }"""
 
@@ -380,25 +382,36 @@ def test_nothing_is_wider_than_the_screen(visit, name, width, tmp_path):
     )
 
 
-WIDEST = """width => [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > width + 1
-    && ![...Array(30)].reduce((found, _) => found.e && !found.scrolls ? {e: found.e.parentElement, scrolls: found.e.parentElement
-    && found.e.parentElement !== document.body && getComputedStyle(found.e.parentElement).overflowX !== 'visible'} : found, {e, scrolls: false}).scrolls)
-    .slice(0, 5).map(e => e.outerHTML.slice(0, 150))"""
+WIDEST = """width => {
+    const scrolls = e => {  // whether it stands in something that scrolls or hides what is too wide
+        for (e = e.parentElement; e && e !== document.body; e = e.parentElement)
+            if (getComputedStyle(e).overflowX !== 'visible') return true;
+        return false };
+    const wide = e => e.getBoundingClientRect().right > width + 1 && !scrolls(e);
+    const found = [...document.querySelectorAll('body *')].filter(wide);
+    return found.slice(0, 5).map(e => e.outerHTML.slice(0, 150)) }"""
 
 FAINT = """least => {
-    const numbers = c => { const m = c.match(/[\\d.]+/g).map(Number); return m.length < 4 ? [...m.slice(0, 3), 1] : m };
+    const numbers = c => {
+        const m = c.match(/[\\d.]+/g).map(Number);
+        return m.length < 4 ? [...m.slice(0, 3), 1] : m };
     const linear = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
     const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
     const ground = e => {
-        for (; e; e = e.parentElement) { const c = numbers(getComputedStyle(e).backgroundColor); if (c[3] > 0.5) return c }
+        for (; e; e = e.parentElement) {
+            const c = numbers(getComputedStyle(e).backgroundColor);
+            if (c[3] > 0.5) return c }
         return [255, 255, 255] };
     const found = {}, walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
     while (walk.nextNode()) {
         const e = walk.currentNode.parentElement, style = getComputedStyle(e);
-        if (!walk.currentNode.data.trim() || !e.getClientRects().length || style.visibility !== 'visible') continue;
+        const text = walk.currentNode.data.trim();
+        if (!text || !e.getClientRects().length || style.visibility !== 'visible') continue;
         if (e.closest('script, style, .anchor-link, .MathJax_Preview')) continue;
-        const [a, b] = [light(numbers(style.color)), light(ground(e))].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
-        if (ratio < least) found[`${style.color} in ${e.tagName} ${e.className}: ${ratio.toFixed(2)}`] = walk.currentNode.data.trim().slice(0, 60);
+        const both = [light(numbers(style.color)), light(ground(e))];
+        const ratio = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
+        const place = `${style.color} in ${e.tagName} ${e.className}: ${ratio.toFixed(2)}`;
+        if (ratio < least) found[place] = text.slice(0, 60);
     }
     return found }"""
 

@@ -195,10 +195,11 @@ def test_maths_is_in_the_latex_that_becomes_mathml(name):
 
 
 OFFLINE = runpy.run_path(str(ROOT / ".ci/offline.py"))
-WIDGETS = """<head>
-<script src="https://cdnjs.cloudflare.com/ajax/libs/require.js/2.3.6/require.min.js" integrity="sha512-x" crossorigin="anonymous"></script>
-<script src="https://cdnjs.cloudflare.com/ajax/libs/jquery/3.5.1/jquery.min.js" integrity="sha512-y" data-relocate-top="true"></script>
-<script type="application/javascript">define('jquery', [],function() {return window.jQuery;})</script>
+CDN = "https://cdnjs.cloudflare.com/ajax/libs"
+WIDGETS = f"""<head>
+<script src="{CDN}/require.js/2.3.6/require.min.js" integrity="sha512-x" crossorigin="anonymous"></script>
+<script src="{CDN}/jquery/3.5.1/jquery.min.js" integrity="sha512-y" data-relocate-top="true"></script>
+<script type="application/javascript">define('jquery', [],function() {{return window.jQuery;}})</script>
 <script src="site_libs/quarto-nav/quarto-nav.js"></script>
 </head>
 """

@@ -2,6 +2,7 @@
 and what `altgrad` itself hands on."""
 import ast
 import importlib
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,40 +12,10 @@ import pytest
 import altgrad
 
 ROOT = Path(__file__).resolve().parent.parent
-# from the ground
-FLOORS = (
-    "basics", "numbers", "geometry", "model", "watching", "training", "evidence", "views", "cli"
-)
-FILES = sorted(p for p in (ROOT / "altgrad").rglob("*.py") if not p.name.startswith("_"))
+HOUSE = runpy.run_path(str(ROOT / ".ci/house.py"))
+FLOORS, FILES, MODULES = (HOUSE[key] for key in ("FLOORS", "FILES", "MODULES"))
+name_of, imports, floor = (HOUSE[key] for key in ("name_of", "imports", "floor"))
 STANDARD = set(sys.stdlib_module_names)
-
-
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT / "altgrad").with_suffix("").parts)
-
-
-MODULES = [name_of(path) for path in FILES]
-
-
-def targets(node: ast.AST, module: str) -> list[str]:
-    "The modules of this package that an import statement names."
-    if isinstance(node, ast.Import): found = [a.name for a in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        above = ["altgrad", *module.split(".")][: -node.level] if node.level else []
-        base = ".".join([*above, *filter(None, [node.module])])
-        found = [base, *(f"{base}.{a.name}" for a in node.names)]
-    else: return []
-    return [name for f in found if (name := f.removeprefix("altgrad.")) in MODULES]
-
-
-def imports(path: Path, everywhere: bool = True) -> set[str]:
-    "What a module imports: anywhere, or only when it is loaded itself."
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = ast.walk(tree) if everywhere else tree.body
-    return {name for node in nodes for name in targets(node, name_of(path))}
-
-
-def floor(module: str) -> int: return FLOORS.index(module.partition(".")[0])
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -87,16 +58,25 @@ def test_no_module_has_a_name_of_its_folder_or_of_the_standard_library():
 
 def test_notebooks_stand_on_the_same_floors():
     for path in FILES:
-        place = path.read_text(encoding="utf-8").split("File to edit: ")[1].split()[0]
-        notebook = place.split("nbs/")[1].removesuffix(".ipynb.")
-        *folder, name = notebook.split("/")
-        assert [*folder, name.split("_", 1)[-1]] == name_of(path).split("."), place
+        *folder, name = HOUSE["notebook_of"](path).split("/")
+        assert [*folder, name.split("_", 1)[-1]] == name_of(path).split("."), path
 
 
 def test_numbers_of_notebooks_have_no_gap():
     for folder in FLOORS[1:-1]:
         numbers = sorted(p.name[:2] for p in (ROOT / "nbs" / folder).glob("*.ipynb"))
         assert numbers == [f"{i:02}" for i in range(len(numbers))], folder
+
+
+def test_the_drawing_is_of_this_house():
+    drawn = HOUSE["svg"]()
+    assert HOUSE["DRAWING"].read_text(encoding="utf-8") == drawn, "run python .ci/house.py"
+    assert drawn.count('class="floor"') == len(FLOORS) <= 16
+    assert len(drawn) < 30_000
+    rooms = [*HOUSE["rooms"]().values()]
+    assert sum(map(len, rooms)) == len(MODULES) - 2  # basics and cli are floors of one module
+    for name, used in HOUSE["uses"]().items():
+        assert all(floor(other) < floor(name) for other in used), name
 
 
 def test_the_package_hands_on_what_people_type():

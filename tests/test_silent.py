@@ -421,12 +421,18 @@ def test_state_of_a_model_on_a_grid_is_read_with_weights_only(tmp_path):
             tmp_path / f"{name}.parts.pt",
         )
     code = """
-import sys, torch
-import altgrad.geometry.storage
-for name in altgrad.geometry.storage.grid_storages():
-    state, parts = (torch.load(f"{sys.argv[1]}/{name}.{end}", weights_only=True) for end in ("pt", "parts.pt"))
-    grids = {key: grid for key, grid in state.items() if isinstance(grid, altgrad.geometry.storage.GridTensor)}
-    assert len(grids) == 2 and all(torch.equal(t, parts[f"{key}.{part}"]) for key, grid in grids.items() for part, t in grid.parts().items()), name
+import sys
+import torch
+from altgrad.geometry.storage import GridTensor, grid_storages
+
+for name in grid_storages():
+    state = torch.load(f"{sys.argv[1]}/{name}.pt", weights_only=True)
+    parts = torch.load(f"{sys.argv[1]}/{name}.parts.pt", weights_only=True)
+    grids = {key: grid for key, grid in state.items() if isinstance(grid, GridTensor)}
+    assert len(grids) == 2, name
+    for key, grid in grids.items():
+        for part, t in grid.parts().items():
+            assert torch.equal(t, parts[f"{key}.{part}"]), (name, key, part)
 """
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120

@@ -132,7 +132,7 @@ def test_a_failed_run_is_recorded_and_tried_again(here, monkeypatch):
     folder = here / "failing"
     sweep = Sweep(read_matrix(MATRIX), folder, bench(here))
     # cannot be sent to a worker: every run fails
-    monkeypatch.setattr("altgrad.evidence.sweep._work", lambda arm: 1 / 0)
+    monkeypatch.setattr("altgrad.evidence.sweep.work_alone", lambda arm: 1 / 0)
     failed = sweep.run(1, progress=False)
     rows = Ledger(folder).rows()
     assert failed == len(rows) > 0

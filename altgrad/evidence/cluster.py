@@ -13,44 +13,36 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Callable
 
-import torch
-
 from . import sweep
 from ..basics import InputError
-from .instrument import Arm, Bench, identity, run_id
-from .replicas import _kind_if_stacked, _work_batch
+from .instrument import Arm, identity, run_id
+from .replicas import kind_if_stacked, work_batch
 
 # %% ../../nbs/evidence/05_cluster.ipynb #ac2811e1
-_STARTED: tuple | None = None  # what this process's bench was made from
-
 def _work_on_node(setup: tuple, run: str, arm: Arm, device: str | None) -> dict[str, Any]:
     "One run in a process of the cluster, on a device if one is named."
-    global _STARTED
-    if _STARTED != setup:
-        torch.set_num_threads(1)
-        sweep._BENCH, _STARTED = Bench(*setup), setup
-    try: here = run_id(identity(arm, sweep._BENCH))
+    bench = sweep.start_bench(setup)
+    try: here = run_id(identity(arm, bench))
     except (InputError, OSError) as e:
-        return {"error": f"this machine lacks something: {' '.join(str(e).split())[:300]}"}
+        said = " ".join(str(e).split())[:300]
+        return {"error": f"this machine lacks something: {said}"}
     if here != run:
         return {
             "error": f"this machine has another text, checkpoint or code: its run would be {here}"
         }
-    return sweep._work(arm) if device is None else _work_batch([arm], device)[0]
+    return sweep.work_alone(arm) if device is None else work_batch([arm], device)[0]
 
 # %% ../../nbs/evidence/05_cluster.ipynb #68d3eb91
 def _knock(address: str) -> None:
     "InputError unless something listens there; Ray itself would try for minutes."
     host, _, port = address.rpartition(":")
-    known = (
-        host and "://" not in address and port.isdecimal() and len(port) <= 5 and int(port) < 65536
-    )
-    if not known: raise InputError(f"a Ray address is HOST:PORT or auto, not {address!r}")
+    is_port = port.isdecimal() and len(port) <= 5 and int(port) < 65536
+    if not host or "://" in address or not is_port:
+        raise InputError(f"a Ray address is HOST:PORT or auto, not {address!r}")
     try: socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, UnicodeError) as e:
-        raise InputError(
-            f"no Ray cluster at {address}: {getattr(e, 'strerror', None) or e}"
-        ) from None
+        said = getattr(e, "strerror", None) or e
+        raise InputError(f"no Ray cluster at {address}: {said}") from None
 
 # %% ../../nbs/evidence/05_cluster.ipynb #67484230
 def _connect(ray: Any, address: str | None) -> None:
@@ -59,9 +51,8 @@ def _connect(ray: Any, address: str | None) -> None:
     ends = signal.getsignal(signal.SIGTERM)
     try: ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as e:
-        raise InputError(
-            f"no Ray cluster at {address or 'this machine'}: {' '.join(str(e).split())[:200]}"
-        ) from None
+        place, said = address or "this machine", " ".join(str(e).split())[:200]
+        raise InputError(f"no Ray cluster at {place}: {said}") from None
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ends)
@@ -77,10 +68,10 @@ class RayWorkers:
     def __init__(
         self,
         of: "sweep.Sweep",  # whose runs these are
-        address: str | None = None,  # of the cluster; None takes the one of this machine, or starts one for as long as the sweep lasts
+        address: str | None = None,  # of the cluster; None: the one of this machine, or one for this sweep alone
         cpus: float = 1.0,  # that a run takes
         retries: int = 3,  # of a run whose worker or machine dies
-        gpus: float = 0.0,  # share of a GPU that a run takes, up to 1; it is made there by the engine of `altgrad.evidence.replicas`
+        gpus: float = 0.0,  # share of a GPU that a run takes, up to 1; 0 keeps it on a CPU
     ):
         if not 0 <= gpus <= 1:
             raise InputError(f"a run takes a share of one GPU, from 0 to 1, not {gpus}")
@@ -111,19 +102,20 @@ class RayWorkers:
                 "no machine of the Ray cluster has a GPU; without --ray-gpus the runs use the CPUs"
             )
         self.task = ray.remote(num_cpus=self.cpus, max_retries=self.retries)(_work_on_node)
-        shares = [there.get(kind, 1) / share
-                  for kind, share in (("CPU", self.cpus), ("GPU", self.gpus)) if share]
-        self.count, self.pool = max(1, int(min(shares))), self
+        asked = {"CPU": self.cpus, "GPU": self.gpus}
+        room = [there.get(kind, 1) / share for kind, share in asked.items() if share]
+        self.count, self.pool = max(1, int(min(room))), self
         return self
 
     def __exit__(self, *_) -> None:
         if self.owner: self.ray.shutdown()
+
     def submit(self, work: Callable, arm: Arm) -> Future:
         """A run, somewhere; its future holds the row, or the error.
         One that cannot be stacked is made on a CPU."""
-        on_gpu = bool(self.gpus) and _kind_if_stacked(arm) is not None
-        return self.task.options(num_gpus=self.gpus * on_gpu).remote(self.setup,
-                                                                     self.sweep.run_id(arm), arm,
-                                                                     self.device if on_gpu
-                                                                     else None).future()
+        gpus, device = self.gpus, self.device
+        if kind_if_stacked(arm) is None: gpus, device = 0.0, None
+        task = self.task.options(num_gpus=gpus)
+        return task.remote(self.setup, self.sweep.run_id(arm), arm, device).future()
+
     def restart(self) -> None: pass  # Ray replaces its workers itself

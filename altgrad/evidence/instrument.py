@@ -148,15 +148,11 @@ def _check_task(task: Task) -> None:
     for f in fields(task):
         value, (low, high) = getattr(task, f.name), _TASK_RANGES[f.name]
         whole = f.type in (int, "int")
+        kind = "whole number" if whole else "number"
         if not is_number(value) or whole and type(value) is not int:
-            raise InputError(f"task {f.name} must be a {'whole ' * whole}number, not {value!r}")
-        if (
-            not low <= value <= high
-            or not whole
-            and value == high
-            or f.name == "eps"
-            and value == 0
-        ):
+            raise InputError(f"task {f.name} must be a {kind}, not {value!r}")
+        at_an_end = not whole and value == high or f.name == "eps" and value == 0
+        if not low <= value <= high or at_an_end:
             raise InputError(f"task {f.name} must lie between {low} and {high:,}, not {value}")
     if task.warmup > task.steps:
         raise InputError(f"task warmup must be at most steps, {task.steps}, not {task.warmup}")
@@ -191,9 +187,11 @@ def piece_losses(
     chunks: int,  # pieces
 ) -> list[float]:  # nats per token of each piece
     "Mean validation loss of each piece."
-    wide = lambda v: v if v.dtype == torch.float64 else v.float()
-    losses = [F.cross_entropy(wide(model(a)).flatten(0, 1), b.flatten(), reduction="none")
-              for a, b in zip(x.split(64), y.split(64))]
+    losses = []
+    for a, b in zip(x.split(64), y.split(64)):
+        found = model(a).flatten(0, 1)
+        if found.dtype != torch.float64: found = found.float()
+        losses.append(F.cross_entropy(found, b.flatten(), reduction="none"))
     return torch.cat(losses).double().view(chunks, -1).mean(1).tolist()
 
 # %% ../../nbs/evidence/00_instrument.ipynb #905095ad
@@ -285,7 +283,7 @@ class Bench:
     def __init__(
         self,
         checkpoints: Path | str = "runs/checkpoints",  # folder of the checkpoint files
-        data: Mapping[str, str] | None = None,  # label to data string, e.g. {"eurlex": "path:laws.txt"}; `stdlib` needs none
+        data: Mapping[str, str] | None = None,  # by label, e.g. {"eurlex": "path:laws.txt"}; `stdlib` is known
         task: Task = Task(),
         cache: Path | str | None = None,  # of prepared texts, see `load_corpus`
     ):
@@ -293,7 +291,10 @@ class Bench:
         self.data = {"stdlib": "stdlib", **(data or {})}
         self.task = task
         self.cache = cache
-        self._corpora, self._states, self._frozen, self.code = {}, {}, {}, code_here()
+        self.code = code_here()
+        self._corpora: dict[str, Corpus] = {}
+        self._states: dict[str, tuple[dict[str, Tensor], str]] = {}
+        self._frozen: dict[tuple[str, str, str], float] = {}
 
     def corpus(self, label: str) -> Corpus:
         "The text of a label; InputError for an unknown one."
@@ -327,6 +328,12 @@ class Bench:
         "A bench for another task that reads the same texts and checkpoints, once for both."
         other = copy.copy(self)
         other.task, other._frozen = task, {}
+        return other
+
+    def with_folder(self, checkpoints: Path) -> "Bench":
+        "A bench whose checkpoints lie elsewhere; it reads the same texts, once for both."
+        other = copy.copy(self)
+        other.folder, other._states, other._frozen = checkpoints, {}, {}
         return other
 
 # %% ../../nbs/evidence/00_instrument.ipynb #4c095598
@@ -384,8 +391,10 @@ def code_hash(
     sources: Iterable[str],  # of modules
 ) -> str:  # 16 hex digits
     "A hash over what modules compute: neither words nor the order or place of definitions matter."
-    statements = {json.dumps(_outline(s)) for source in sources for s in ast.parse(source).body
-                  if not _says_nothing(s)}
+    statements = set()
+    for source in sources:
+        said = [s for s in ast.parse(source).body if not _says_nothing(s)]
+        statements |= {json.dumps(_outline(s)) for s in said}
     return hashlib.sha256("\n".join(sorted(statements)).encode()).hexdigest()[:16]
 
 @cache
@@ -417,8 +426,8 @@ def row_identity(
 ) -> dict[str, Any]:
     """What `identity` said when the row was made;
     rows from before the code was recorded have no `code`."""
-    keys = (*(f.name for f in fields(Arm)), "task", "checkpoint_sha", "corpus_sha", "instrument",
-            "code")
+    made = ("task", "checkpoint_sha", "corpus_sha", "instrument", "code")
+    keys = [f.name for f in fields(Arm)] + list(made)
     return {key: row[key] for key in keys if row.get(key) is not None}
 
 # %% ../../nbs/evidence/00_instrument.ipynb #4e139960
@@ -435,7 +444,7 @@ class Weights:
         if storage.quantized and not storage.on_grid: quantize_model(model, arm.format)
         chosen = {id(p) for p in self.used}
         for p in model.parameters(): p.requires_grad_(id(p) in chosen)
-        self.stored = self.used
+        self.stored: list[Any] = self.used  # parameters; on a grid their data are `GridTensor`s
         if self.on_grid:
             grids = [
                 make_grid_tensor(p, arm.format, arm.storage, arm.seed, number)
@@ -500,18 +509,22 @@ def explain_step(
 # %% ../../nbs/evidence/00_instrument.ipynb #f8d1ca02
 def _watched_update(weights: Weights, rule: torch.optim.Optimizer) -> dict[str, float]:
     "One step, and its explanation averaged over the tensors by size."
-    old = [p.detach().latent() if weights.on_grid else p.detach().clone() for p in weights.stored]
+    latent = lambda p: p.latent() if weights.on_grid else p.clone()
+    old = [latent(p.detach()) for p in weights.stored]
     with _proposals() as seen: weights.update(rule)
     new = seen if weights.on_grid else [p.detach() for p in weights.used]
-    jobs = zip(old, new, [p.detach() for p in weights.used], weights.scales())
-    rows = [explain_step(*(w.flatten() for w in three), scale, weights.fmt)
-            for *three, scale in jobs]
-    return _weighted([{key: v.item() for key, v in row.items()} for row in rows],
-                     [p.numel() for p in old])
+    rows = []
+    for before, proposed, kept, scale in zip(old, new, weights.used, weights.scales()):
+        flat = before.flatten(), proposed.flatten(), kept.detach().flatten()
+        found = explain_step(*flat, scale=scale, fmt=weights.fmt)
+        rows.append({key: v.item() for key, v in found.items()})
+    return _weighted(rows, [p.numel() for p in old])
 
 def _weighted(rows: list[dict[str, float]], sizes: list[int]) -> dict[str, float]:
     "The mean of each number, weighted by `sizes`."
-    return {key: sum(row[key] * n for row, n in zip(rows, sizes)) / sum(sizes) for key in rows[0]}
+    total = sum(sizes)
+    mean = lambda key: sum(row[key] * n for row, n in zip(rows, sizes)) / total
+    return {key: mean(key) for key in rows[0]}
 
 # %% ../../nbs/evidence/00_instrument.ipynb #67be68a6
 @torch.no_grad()
@@ -585,8 +598,7 @@ def make_row(
             "val_chunks": [round(v, 5) for v in run.after],
             "curve": _means(run.losses, 10), "steps": len(run.losses), **_summary(run.course),
             **run.end,
-            "course": {key: [_short(row[key]) for row in run.course]
-                       for key in (run.course[0] if run.course else ())},
+            "course": _columns(run.course),
             "weights_sha": state_hash({str(i): p for i, p in enumerate(run.weights)})[:16],
             "seconds": round(run.seconds, 3)}
 
@@ -637,13 +649,23 @@ def _short(x: float) -> float:
 
 def _means(x: list[float], size: int) -> list[float]:
     "Means of `size` neighbours."
-    return [_short(sum(x[i : i + size]) / len(x[i : i + size])) for i in range(0, len(x), size)]
+    pieces = [x[i : i + size] for i in range(0, len(x), size)]
+    return [_short(sum(piece) / len(piece)) for piece in pieces]
+
+def _columns(course: list[dict[str, float]]) -> dict[str, list[float]]:
+    "Each measurement in the course of a run."
+    names = course[0] if course else {}
+    return {name: [_short(row[name]) for row in course] for name in names}
 
 def _summary(course: list[dict[str, float]]) -> dict[str, float]:
     """The mean of each measurement over the run (of its square, for an RMS),
     and the power of noise over that of steps."""
     if not course: return {}
-    mean = lambda key, power=1: sum(row[key] ** power for row in course) / len(course)
-    means = {key: mean(key, 2) ** 0.5 if key.endswith("_rms") else mean(key) for key in course[0]}
-    return {**means, "noise": (means["noise_rms"] / means["step_rms"]) ** 2 if means["step_rms"]
-            else 0.0}
+    means = {}
+    for key in course[0]:
+        power = 2 if key.endswith("_rms") else 1
+        mean = sum(row[key] ** power for row in course) / len(course)
+        means[key] = mean**0.5 if power == 2 else mean
+    noise = 0.0
+    if means["step_rms"]: noise = (means["noise_rms"] / means["step_rms"]) ** 2
+    return {**means, "noise": noise}

@@ -143,6 +143,11 @@ def _draw_rates(ax: Any, rows: list[Mapping[str, Any]], label: str, style: str) 
     ax.plot(x, rates, style, color="0.4", lw=1, label=label)
     ax.scatter(x, rates, color=[COLORS[r["format"]] for r in rows], zorder=3)
 
+def _draw_tuned(ax: Any, best: Mapping[tuple, float], arm: tuple) -> None:
+    "Circles at the tuned learning rates of a storage, a rule and a power."
+    tuned = [(EIGHT_BIT.index(fmt), lr) for (fmt, *of), lr in best.items() if tuple(of) == arm]
+    if tuned: ax.plot(*zip(*tuned), "o", mfc="none", color="0.5", ms=7, lw=0)
+
 def _draw_none(ax: Any, rows: list[Mapping[str, Any]]) -> None:
     "Crosses at the foot, for formats without a stable rate."
     x = [EIGHT_BIT.index(r["format"]) for r in rows if r["done"] and r["stable"] is None]
@@ -152,7 +157,7 @@ def _draw_none(ax: Any, rows: list[Mapping[str, Any]]) -> None:
 # %% ../../nbs/evidence/03_stability.ipynb #4ecf91ec
 def plot_max_lr(
     found: Iterable[Mapping[str, Any]],  # rows of `StabilitySearch.found`
-    best: Mapping[tuple, float] = {},  # noqa: B006 (format, storage, rule, power) to the tuned learning rate, drawn as a circle
+    best: Mapping[tuple, float] = {},  # noqa: B006 tuned rate by (format, storage, rule, power): circles
 ) -> Any:  # the matplotlib figure
     """Draw the largest stable learning rate by format: a panel for each rule,
     a line for each storage; at the foot, none."""
@@ -165,25 +170,14 @@ def plot_max_lr(
     )
     styles = dict(zip(dict.fromkeys(r["storage"] for r in found), ("-", "--", ":", "-.")))
     for ax, (rule, power) in zip(axes[0], rules):
+        mine = [r for r in found if (r["rule"], r["power"]) == (rule, power)]
         for storage, style in styles.items():
-            rows = [
-                r
-                for r in found
-                if (r["rule"], r["power"], r["storage"]) == (rule, power, storage) and r["stable"]
-            ]
+            rows = [r for r in mine if r["storage"] == storage and r["stable"]]
             _draw_rates(ax, rows, storage.replace("_", " "), style)
-            if len(rows) < 2: continue
-            tuned = [
-                (EIGHT_BIT.index(f), lr)
-                for (f, s, u, p), lr in best.items()
-                if (s, u, p) == (storage, rule, power)
-            ]
-            if tuned: ax.plot(*zip(*tuned), "o", mfc="none", color="0.5", ms=7, lw=0)
-        _draw_none(ax, [r for r in found if (r["rule"], r["power"]) == (rule, power)])
-        ax.set(
-            yscale="log",
-            title=f"{rule}, power {power:g}" if rule == "stiffness_adamw" else str(rule),
-        )
+            if len(rows) > 1: _draw_tuned(ax, best, (storage, rule, power))
+        _draw_none(ax, mine)
+        named = f"{rule}, power {power:g}" if rule == "stiffness_adamw" else str(rule)
+        ax.set(yscale="log", title=named)
         ax.set_xticks(range(len(EIGHT_BIT)), EIGHT_BIT, rotation=60, fontsize=8)
         ax.grid(axis="y", alpha=0.3)
     axes[0, 0].set_ylabel("largest stable learning rate")

@@ -624,7 +624,7 @@ class Judged(NamedTuple):
 
 def primary_family(
     study: Study,
-    instead: Mapping[tuple[str, str], Study] = MappingProxyType({}),  # by storage and format: the study whose runs replace those of `study`
+    instead: Mapping[tuple[str, str], Study] = MappingProxyType({}),  # by storage and format: another study to take
 ) -> dict[tuple[str, str], Judged]:  # by storage and format
     "D of every storage and every format with more than one spacing."
     d_of = lambda of, s, f: effect(contrast(of, slope_over_fp32(of, f, s)))

@@ -288,9 +288,9 @@ def report(found: list[Case], failures: list[tuple[Case, str]]) -> str:
     lines = [f"{'group':<14}{'cases':>7}{'controls':>10}{'failed':>8}"]
     for group in [*dict.fromkeys(c.group for c in sorted(found, key=lambda c: c.group)), ""]:
         here = [c for c in found if c.group == group or not group]
-        lines.append(
-            f"{group or 'all':<14}{len(here):>7}{sum(c.right for c in here):>10}{sum(c in here for c, _ in failures):>8}"
-        )
+        controls = sum(c.right for c in here)
+        failed = sum(c in here for c, _ in failures)
+        lines.append(f"{group or 'all':<14}{len(here):>7}{controls:>10}{failed:>8}")
     return "\n".join([*lines, *(f"failed: {c.group} | {c.name} | {why}" for c, why in failures)])
 
 

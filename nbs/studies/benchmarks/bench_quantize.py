@@ -1,10 +1,11 @@
 """Times the quantizer against copying, against drawing random numbers, and against other libraries;
 every ratio comes from interleaved rounds of one run.
 
-python nbs/studies/benchmarks/bench_quantize.py                        # 1 and 2 threads, each in a process of its own
-python nbs/studies/benchmarks/bench_quantize.py --device cuda          # on a GPU, from 256 MB up
-python nbs/studies/benchmarks/bench_quantize.py --peers FOLDER         # libraries installed with `pip install --no-deps --target FOLDER/NAME NAME`
+python nbs/studies/benchmarks/bench_quantize.py                  # 1 and 2 threads, each in its process
+python nbs/studies/benchmarks/bench_quantize.py --device cuda    # on a GPU, from 256 MB up
+python nbs/studies/benchmarks/bench_quantize.py --peers FOLDER   # and the libraries that lie there
 
+A library comes into that folder by `pip install --no-deps --target FOLDER/NAME NAME`.
 torch-floating-point compiles itself when it is installed: `FORCE_CPU=1 pip install
 --no-build-isolation --no-deps torch-floating-point`.
 """

@@ -1,9 +1,12 @@
 """Times training steps of GPTs whose linear layers round, against the same step unquantized, and
 the memory they need; writes nbs/results/bench_step.json.
 
-python nbs/studies/benchmarks/bench_step.py                                 # two models, several batches, each case in a process of its own
-python nbs/studies/benchmarks/bench_step.py --kinds growth                  # 1M to 100M parameters, weights and all points; stored cases of other kinds stay
-python nbs/studies/benchmarks/bench_step.py --peers FOLDER                  # beside torchao: `pip install --no-deps --target FOLDER/torchao torchao`
+python nbs/studies/benchmarks/bench_step.py                  # two models, several batches
+python nbs/studies/benchmarks/bench_step.py --kinds growth   # 1M to 100M parameters, weights and all points
+python nbs/studies/benchmarks/bench_step.py --peers FOLDER   # beside torchao, which lies in that folder
+
+Each case runs in a process of its own; stored cases of other kinds stay. torchao comes from
+`pip install --no-deps --target FOLDER/torchao torchao`.
 """
 import argparse
 import importlib.metadata

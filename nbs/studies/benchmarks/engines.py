@@ -1,8 +1,10 @@
 """Whole runs of real checkpoints by both engines, and runs per hour; writes
 nbs/results/replicas.json.
 
-python nbs/studies/benchmarks/engines.py compare --checkpoints DIR --corpus eurlex=path:laws.txt              # paired runs: the loss by each engine
-python nbs/studies/benchmarks/engines.py time --checkpoints DIR --corpus eurlex=path:laws.txt --device cuda   # runs per hour; on an idle machine
+python nbs/studies/benchmarks/engines.py compare --checkpoints DIR --corpus eurlex=path:laws.txt
+python nbs/studies/benchmarks/engines.py time --checkpoints DIR --corpus eurlex=path:laws.txt --device cuda
+
+`compare` makes paired runs, the loss by each engine; `time` counts runs per hour, on an idle machine.
 """
 import argparse
 import itertools

@@ -1,7 +1,9 @@
 """Trains one GPT on the same batches with our rounding and with torchao's float8 layers (emulated
 on a CPU); writes nbs/results/native.json.
 
-python nbs/studies/benchmarks/native.py --peers FOLDER   # torchao from there: `pip install --no-deps --target FOLDER/torchao torchao`
+python nbs/studies/benchmarks/native.py --peers FOLDER
+
+torchao comes from there: `pip install --no-deps --target FOLDER/torchao torchao`.
 """
 import argparse
 import json

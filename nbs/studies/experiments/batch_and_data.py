@@ -1,7 +1,7 @@
 """Runs the grid of batch sizes and token budgets for nbs/studies/batch_and_data.ipynb; what is
-stored already is kept.
+stored already is kept. It takes about an hour on one thread.
 
-python nbs/studies/experiments/batch_and_data.py --checkpoints FOLDER --corpus eurlex=path:TEXT     # about an hour on one thread
+python nbs/studies/experiments/batch_and_data.py --checkpoints FOLDER --corpus eurlex=path:TEXT
 """
 from dataclasses import asdict
 from itertools import product

@@ -1,10 +1,12 @@
 """Makes runs of the ledger again and watches their gradients and which weights ever move, for
-nbs/studies/failure_atlas.ipynb and dashboard.ipynb.
+nbs/studies/failure_atlas.ipynb and dashboard.ipynb. What is stored already is kept; all takes about
+ten minutes on one thread.
 
-python nbs/studies/experiments/gradients.py --checkpoints FOLDER --corpus eurlex=path:TEXT     # about ten minutes on one thread; what is stored already is kept
+python nbs/studies/experiments/gradients.py --checkpoints FOLDER --corpus eurlex=path:TEXT
+
 The arms are those of the central study at their tuned rates, seed 0 on each checkpoint: all formats
-with AdamW, E7M0 with the powers -1 and 1 too. Watching
-changes nothing: each run says whether its final weights are those of the ledger, bit for bit.
+with AdamW, E7M0 with the powers -1 and 1 too. Watching changes nothing: each run says whether its
+final weights are those of the ledger, bit for bit.
 """
 from dataclasses import asdict, replace
 from typing import Any

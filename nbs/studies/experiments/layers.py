@@ -1,7 +1,7 @@
 """Measures which format suits which layer and tensor for nbs/studies/layers.ipynb; what is stored
-already is kept.
+already is kept. It takes about half an hour on one thread.
 
-python nbs/studies/experiments/layers.py --checkpoints FOLDER --corpus eurlex=path:TEXT     # about half an hour on one thread
+python nbs/studies/experiments/layers.py --checkpoints FOLDER --corpus eurlex=path:TEXT
 """
 import math
 import time
