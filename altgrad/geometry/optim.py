@@ -10,6 +10,7 @@ __all__ = ['PLACEMENTS', 'RUNG_ROUNDING', 'Grids', 'Job', 'Stacked', 'grids_of',
 import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, Callable, ClassVar, Iterable, Mapping, NamedTuple
 
 import torch
@@ -75,9 +76,8 @@ def grids_of(
 def _check_number(key: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
     "InputError unless a setting is a finite number from `low` to less than `below`."
     if isinstance(value, (int, float)) and math.isfinite(value) and low <= value < below: return
-    limits = f" of at least {low:g}" * (low > -math.inf) + f" and below {below:g}" * (
-        below < math.inf
-    )
+    limits = f" of at least {low:g}" if low > -math.inf else ""
+    if below < math.inf: limits += f" and below {below:g}"
     raise InputError(f"{key} must be a finite number{limits}, not {value!r}")
 
 def _check_common(group: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ def _check_common(group: dict[str, Any]) -> None:
 # %% ../../nbs/geometry/03_optim.ipynb #daea6565
 class GeometryOptimizer(torch.optim.Optimizer):
     "The frame of all rules; a subclass says which moments a parameter has, and how it moves."
-    stacked: ClassVar[Mapping[str, Stacked]] = {}  # by placement; a subclass does not inherit it, see `stacked_of`
+    stacked: ClassVar[Mapping[str, "Stacked"]] = {}  # by placement; a subclass does not inherit it, see `stacked_of`
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         "Adds parameters with settings of their own; InputError for a bad one."
@@ -146,33 +146,30 @@ class GeometryOptimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
-        work = [
-            (group, [p for p in group["params"] if p.grad is not None and p.numel()])
-            for group in self.param_groups
-        ]
-        if _nonfinite([
-            p.grad for group, parameters in work for p in parameters if group["skip_nonfinite"]
-        ]):
-            return loss
+        work = [(group, _moving(group)) for group in self.param_groups]
+        careful = [parameters for group, parameters in work if group["skip_nonfinite"]]
+        if _nonfinite([p.grad for p in chain(*careful)]): return loss
         for group, parameters in work:
             if not parameters: continue
-            largest = max(parameters, key=torch.numel) if self.needs_spare(group) else None
-            spare = (
-                None
-                if largest is None
-                else torch.empty(largest.numel(), dtype=largest.dtype, device=largest.device)
-            )
+            spare = None
+            if self.needs_spare(group):
+                largest = max(parameters, key=torch.numel)
+                spare = torch.empty(largest.numel(), dtype=largest.dtype, device=largest.device)
             for p, grid in zip(parameters, self.grid_numbers(group, parameters)):
                 _update(self, group, p, grid, spare)
         return loss
 
 # %% ../../nbs/geometry/03_optim.ipynb #0aef80c1
+def _moving(group: dict[str, Any]) -> list[Any]:
+    "The parameters of a group that have a gradient."
+    return [p for p in group["params"] if p.grad is not None and p.numel()]
+
 def _nonfinite(gradients: list[Tensor]) -> bool:
     "Whether one of the gradients is not finite."
     return bool(gradients) and not bool(torch.stack([g.isfinite().all() for g in gradients]).all())
 
 def _update(
-    optimizer: GeometryOptimizer, group: dict[str, Any], p: Tensor, grid: Tensor | None,
+    optimizer: GeometryOptimizer, group: dict[str, Any], p: Any, grid: Tensor | None,
     spare: Tensor | None,
 ) -> None:
     "Moves one parameter and stores it."
@@ -228,8 +225,8 @@ _POWERS = {1.0: "clone", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 2.0: "s
 
 def _factor(w: Tensor, numbers: Tensor, formula: str, special: str | None) -> Tensor:
     "(S / max S)^power of the weights `w`."
-    *three, power = numbers.unbind()
-    relative = raw_stiffness(w.abs(), *three, formula in STEPPED)
+    slope, low, cap, power = numbers.unbind()
+    relative = raw_stiffness(w.abs(), slope, low, cap, formula in STEPPED)
     return getattr(torch, special)(relative) if special else torch.exp2(power * relative.log2())
 
 # %% ../../nbs/geometry/03_optim.ipynb #212b237b
@@ -626,7 +623,8 @@ def _move_update(
     w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
 ) -> Tensor:
     w, n, bent = w.clone(), _columns(numbers), torch.empty_like(w)
-    ratio = _bend_rows(_adam(g, *moments, n), w, bent, grid).unsqueeze(1)
+    m, v = moments
+    ratio = _bend_rows(_adam(g, m, v, n), w, bent, grid).unsqueeze(1)
     _decay_and_add_pass(w, bent, ratio, n)
     return w
 
@@ -635,15 +633,17 @@ def _move_gradient(
     w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
 ) -> Tensor:
     w, bent = w.clone(), torch.empty_like(w)
+    m, v = moments
     ratio = _bend_rows(g, w, bent, grid).unsqueeze(1)
-    _adam_pass(w, bent, ratio, *moments, _columns(numbers))
+    _adam_pass(w, bent, ratio, m, v, _columns(numbers))
     return w
 
 def _move_riemannian(
     w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
 ) -> Tensor:
     w = w.clone()
-    _riemannian_pass(w, g, *moments, _columns(numbers), _columns(grid))
+    m, v = moments
+    _riemannian_pass(w, g, m, v, _columns(numbers), _columns(grid))
     return w
 
 # %% ../../nbs/geometry/03_optim.ipynb #fd5756e2
@@ -651,7 +651,7 @@ def _move_madam(
     w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
 ) -> Tensor:
     w = w.clone()
-    _madam_pass(w, g, *moments, limit, _columns(numbers))
+    _madam_pass(w, g, moments[0], limit, _columns(numbers))
     return w
 
 def _move_grid_sgd(

@@ -60,11 +60,8 @@ def _wide(w: Tensor, fmt: FP8Format) -> Tensor:
     if not w.is_floating_point():
         raise InputError(f"the geometry takes float tensors, not {w.dtype}")
     check_sign_magnitude(fmt)
-    return (
-        w
-        if w.dtype == torch.float64 or (w.dtype == torch.float32 and fmt.max_exponent < 100)
-        else w.double()
-    )
+    fits = w.dtype == torch.float64 or (w.dtype == torch.float32 and fmt.max_exponent < 100)
+    return w if fits else w.double()
 
 # %% ../../nbs/geometry/00_spacing.ipynb #bb63dd84
 FORMULAS = ("ulp", "smooth", "exponent", "lns")
@@ -161,15 +158,15 @@ def _phi_inverse(phi: Tensor, n: "LineNumbers") -> Tensor:
 # %% ../../nbs/geometry/00_spacing.ipynb #158a70d4
 class LineNumbers(NamedTuple):
     "What the coordinate needs of a format and a floor: floats, or scalar tensors in compiled code."
-    low: Tensor | float  # 2^bottom and 2^top: the powers of two at the first and the last binade
-    high: Tensor | float
-    bottom: Tensor | float
-    top: Tensor | float
-    per_binade: Tensor | float  # 2^M codes
-    unit: Tensor | float  # 2^-M
-    floor: Tensor | float  # of the stiffness, at least the smallest spacing
-    start: Tensor | float  # the first magnitude where the floor does not bind
-    offset: Tensor | float  # the code coordinate minus the coordinate, from there on
+    low: Any  # 2^bottom and 2^top: the powers of two at the first and the last binade
+    high: Any
+    bottom: Any
+    top: Any
+    per_binade: Any  # 2^M codes
+    unit: Any  # 2^-M
+    floor: Any  # of the stiffness, at least the smallest spacing
+    start: Any  # the first magnitude where the floor does not bind
+    offset: Any  # the code coordinate minus the coordinate, from there on
 
 # %% ../../nbs/geometry/00_spacing.ipynb #2dbec2c4
 def line_numbers(
