@@ -14,7 +14,7 @@ from typing import Any, Iterable, NamedTuple
 import torch
 from torch import Tensor
 
-from ..basics import COLORS, InputError, unknown
+from ..basics import COLORS, INK, InputError, unknown
 from ..numbers.formats import (EIGHT_BIT, FORMATS, FP8Format, get_format, ulp,
                                      unit_in_first_place)
 
@@ -121,16 +121,19 @@ def plot_stiffness(
     import matplotlib.pyplot as plt
 
     w = torch.logspace(low, high, 2000, base=2, dtype=torch.float64)
-    fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")
+    fig, ax = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
     for name in names:
-        inside = w <= FORMATS[name].max
-        ax.plot(w[inside], stiffness(w[inside], name), color=COLORS[name], label=name, lw=1.5)
-    ax.plot(w, w, color="0.7", lw=1, ls=":")
-    ax.text(2.0**high, 2.0**high, "S = |w|", ha="right", va="bottom", fontsize=8, color="0.4")
+        x = w[w <= FORMATS[name].max]
+        S = stiffness(x, name)
+        ax.plot(x, S, color=COLORS[name], lw=2)
+        ax.annotate(f" {name}", (x[-1], S[-1]), color=COLORS[name],
+                    va="bottom" if name == "E7M0" else "center")
+    ax.plot(w, w, color=INK, lw=1, ls=":")
+    ax.annotate("S = |w|  ", (2.0 ** (high - 4), 2.0 ** (high - 4)), ha="right", va="bottom")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
-    ax.set(xlabel="|w|", ylabel="stiffness S(w), the local spacing")
-    ax.legend(ncols=2, fontsize=8, frameon=False)
+    ax.set(xlabel="|w|", ylabel="stiffness S(w), the local spacing",
+           title="Exponent bits make the spacing follow the weight")
     return fig
 
 # %% ../../nbs/geometry/00_spacing.ipynb #23c0bda3
