@@ -36,11 +36,7 @@ _CANDIDATES = (
 
 def _as_dtype(bits: Tensor, dtype: torch.dtype) -> Tensor:
     "Codes as a tensor of the type with these bits."
-    return (
-        bits.to(torch.uint8).view(dtype)
-        if dtype.itemsize == 1
-        else bits.to(torch.int16).view(dtype)
-    )
+    return bits.to(torch.uint8 if dtype.itemsize == 1 else torch.int16).view(dtype)
 
 @cache
 def torch_dtype(fmt: FP8Format) -> torch.dtype | None:
@@ -74,19 +70,13 @@ class Codes:
     def bits(self) -> Tensor:
         "The codes as integers of `fmt.code_dtype`."
         if not self.codes.is_floating_point(): return self.codes
-        return (
-            self.codes.view(torch.uint8)
-            if self.fmt.bits == 8
-            else self.codes.view(torch.int16).to(torch.int32) & 0xFFFF
-        )
+        if self.fmt.bits == 8: return self.codes.view(torch.uint8)
+        return self.codes.view(torch.int16).to(torch.int32) & 0xFFFF
 
     def dequantize(self) -> Tensor:
         "The tensor, float32."
-        scale = (
-            self.scale
-            if self.block is None
-            else spread(self.scale, self.block, self.codes.shape[-1])
-        )
+        scale = self.scale
+        if self.block is not None: scale = spread(scale, self.block, self.codes.shape[-1])
         return self.fmt.to_real(self.bits()) * scale
 
 # %% ../../nbs/geometry/05_interchange.ipynb #78bd0425
@@ -137,6 +127,15 @@ def _of_grid(w: GridTensor) -> Codes:
     )
 
 # %% ../../nbs/geometry/05_interchange.ipynb #74440d83
+@torch.no_grad()
+def _codes_of(layer: Any) -> Codes:
+    "The weight that a quantized layer multiplies by."
+    held = layer.weight.data
+    if isinstance(held, GridTensor): return _of_grid(held)
+    granularity = layer.points["weight"].precision.granularity
+    rounded = layer.quantized_weight()
+    return _coded(rounded, layer.weight_scale(), layer.weight_format, granularity)
+
 def model_codes(
     model: nn.Module,  # quantized by `quantize_model`
 ) -> dict[str, Codes | Tensor]:  # by the names of its state_dict
@@ -144,17 +143,7 @@ def model_codes(
     state: dict[str, Codes | Tensor] = dict(model.state_dict())
     for name, layer in model.named_modules(remove_duplicate=False):
         if not hasattr(layer, "weight_format"): continue
-        w, key = layer.weight, f"{name}.weight" if name else "weight"
-        point = layer.points["weight"]
-        with torch.no_grad():
-            rounded = None if isinstance(w, GridTensor) else layer.quantized_weight()
-        state[key] = (
-            _of_grid(w.data)
-            if rounded is None
-            else _coded(
-                rounded, layer.weight_scale(), layer.weight_format, point.precision.granularity
-            )
-        )
+        state[f"{name}.weight" if name else "weight"] = _codes_of(layer)
     if not any(isinstance(value, Codes) for value in state.values()):
         raise InputError("the model has no quantized weight: call quantize_model first")
     return state
@@ -162,7 +151,7 @@ def model_codes(
 # %% ../../nbs/geometry/05_interchange.ipynb #aa11bb04
 _WORDS = (
     "float32", "float64", "complex64", "bool",
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
 )
 _HELD = {f"torch.{name}" for name in (*_CANDIDATES, *_WORDS)}  # the types that a file can hold
 
@@ -170,11 +159,8 @@ def _flat(state: Mapping[str, Codes | Tensor]) -> dict[str, Tensor]:
     "The plain tensors of a file by name; InputError for what a file cannot hold."
     flat: dict[str, Tensor] = {}
     for name, value in state.items():
-        parts = (
-            {name: value.codes, f"{name}_scale": value.scale}
-            if isinstance(value, Codes)
-            else {name: value}
-        )
+        parts: dict[str, Any] = {name: value}
+        if isinstance(value, Codes): parts = {name: value.codes, f"{name}_scale": value.scale}
         for key, tensor in parts.items():
             if not isinstance(key, str) or key == "__metadata__":
                 raise InputError(f"a tensor's name is a text other than __metadata__, not {key!r}")

@@ -14,13 +14,18 @@ from geoopt.manifolds.base import ScalingInfo
 from geoopt.utils import broadcast_shapes, size2shape
 from torch import Tensor
 
-from ..basics import COLORS, InputError
+from ..basics import COLORS, INK, InputError
 from ..numbers.formats import EIGHT_BIT, PRECISION, FP8Format, get_format
 from ..numbers.scaling import compute_scale
 from .spacing import (code_coordinate, from_code_coordinate, stiffness,
                                       stiffness_floor)
 
 # %% ../../nbs/geometry/01_manifold.ipynb #1a6a5b57
+def _as_scale(scale: Tensor | float) -> Tensor:
+    "A manifold's scale as a tensor of its own."
+    if isinstance(scale, Tensor): return scale.detach().clone()
+    return torch.tensor(scale, dtype=torch.float64)
+
 def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
     "`value`, and to autograd a function of `x` with the given slope."
     if not (torch.is_grad_enabled() and x.requires_grad): return value
@@ -45,11 +50,16 @@ def _floor_moves(fmt: FP8Format, floor_octaves: float | None) -> bool:
         > fmt.min_spacing
     )
 
-# %% ../../nbs/geometry/01_manifold.ipynb #9742e695
-class _Scaled(geoopt.Manifold):
-    "What the manifold is made of, and its units."
+# %% ../../nbs/geometry/01_manifold.ipynb #870ec373
+class FP8Manifold(geoopt.Manifold):
+    """The weights of a format with the metric 1/S^2, as a geoopt manifold; elementwise.
+
+    `fmt`: an `FP8Format` or its name. `damping`, `floor_octaves`: floors under S in units of the
+    format, see `altgrad.geometry.spacing`. `scale`: positive, a float or a tensor that broadcasts
+    with the weights (one per row: shape [rows, 1]); a buffer, so that `state_dict` has it. Points
+    are float32 or float64; anything else, and bad options, are an InputError."""
     name, ndim = "FP8", 0  # one manifold per element
-    __scaling__ = geoopt.Manifold.__scaling__.copy()  # geoopt's table of how its wrapper `Scaled` treats each method
+    __scaling__ = geoopt.Manifold.__scaling__.copy()  # how geoopt's `Scaled` treats each method
 
     def __init__(
         self, fmt: FP8Format | str, damping: float = 0.0, floor_octaves: float | None = None,
@@ -57,211 +67,139 @@ class _Scaled(geoopt.Manifold):
     ):
         super().__init__()
         self.fmt, self.damping, self.floor_octaves = get_format(fmt), damping, floor_octaves
-        scale = (
-            scale.detach().clone()
-            if isinstance(scale, Tensor)
-            else torch.tensor(scale, dtype=torch.float64)
-        )
-        _check_options(self.fmt, damping, floor_octaves, scale)
+        self.register_buffer("scale", _as_scale(scale))
+        _check_options(self.fmt, damping, floor_octaves, self.scale)
         self.reversible = not _floor_moves(self.fmt, floor_octaves)  # a step can be walked back
-        self.register_buffer("scale", scale)
 
     def extra_repr(self) -> str:
-        scale = (
-            f"{self.scale.item():g}"
-            if self.scale.numel() == 1
-            else f"<{'x'.join(map(str, self.scale.shape))}>"
-        )
-        return (
-            f"{self.fmt.name}, scale={scale}, damping={self.damping:g}, "
-            f"floor_octaves={self.floor_octaves}"
-        )
+        sizes = "x".join(map(str, self.scale.shape))
+        scale = f"{self.scale.item():g}" if self.scale.numel() == 1 else f"<{sizes}>"
+        floors = f"damping={self.damping:g}, floor_octaves={self.floor_octaves}"
+        return f"{self.fmt.name}, scale={scale}, {floors}"
 
+    # the chart
     def _scale_for(self, x: Tensor) -> Tensor:
         "The scale in the dtype of `x` and where `x` is; a scalar may stay on the CPU."
         if x.dtype not in PRECISION:
             raise InputError(f"a point of {self} must be float32 or float64, not {x.dtype}")
-        return (
-            self.scale.to(x.dtype)
-            if self.scale.is_cpu and not self.scale.dim()
-            else self.scale.to(x)
-        )
-
+        if self.scale.is_cpu and not self.scale.dim(): return self.scale.to(x.dtype)
+        return self.scale.to(x)
     def _floor(self, like: Tensor) -> Tensor:
-        """The floor under the stiffness, in units of the format;
-        `like` is the tensor whose amax counts."""
-        return stiffness_floor(
-            like.detach() / self._scale_for(like), self.fmt, self.damping, self.floor_octaves
-        )
-
-# %% ../../nbs/geometry/01_manifold.ipynb #97ada7e7
-class _Chart(_Scaled):
-    "The map to the line on which codes are equally spaced, and back."
+        "The floor under S in units of the format, for the amax of `like`."
+        x = like.detach() / self._scale_for(like)
+        return stiffness_floor(x, self.fmt, self.damping, self.floor_octaves)
     def stiffness(
         self,
         x: Tensor,  # a point: float32 or float64
-        like: Tensor | None = None,  # the tensor whose amax sets the floor, for `floor_octaves`; `x` itself by default
+        like: Tensor | None = None,  # the tensor whose amax sets the floor; `x` itself by default
     ) -> Tensor:  # positive, of the shape of `x` (broadcast with the scale) and in its unit
         "S: how far away the next code is."
-        scale = self._scale_for(x)
-        return scale * stiffness(x.detach() / scale, self.fmt).maximum(
-            self._floor(x if like is None else like)
-        )
-
+        scale, floor = self._scale_for(x), self._floor(x if like is None else like)
+        return scale * stiffness(x.detach() / scale, self.fmt).maximum(floor)
     def coordinate(self, x: Tensor, like: Tensor | None = None) -> Tensor:
         "psi: the position on the line, in codes; arguments as in `stiffness`."
         like = x if like is None else like
         psi = code_coordinate(x.detach() / self._scale_for(x), self.fmt, floor=self._floor(like))
         return _with_slope(psi, x, 1 / self.stiffness(x, like))
-
     def from_coordinate(
         self,
         psi: Tensor,  # positions in codes; any real is allowed
         like: Tensor,  # the tensor whose amax sets the floor
     ) -> Tensor:  # the point, not limited to the format's range
         "The inverse of `coordinate`."
-        x = self._scale_for(psi) * from_code_coordinate(
-            psi.detach(), self.fmt, floor=self._floor(like)
-        )
+        q = from_code_coordinate(psi.detach(), self.fmt, floor=self._floor(like))
+        x = self._scale_for(psi) * q
         return _with_slope(x, psi, self.stiffness(x, like))
-
     def _straight(self, x: Tensor, y: Tensor, sx: Tensor, sy: Tensor) -> Tensor:
-        """Whether the way from x to y lies in one linear piece:
-        equal stiffness, and no dip of it at zero between them."""
+        "Whether x to y is one linear piece: equal stiffness, and no dip of it at zero between."
         lowest = self._scale_for(x) * self._floor(x).clamp(min=self.fmt.min_spacing)
         return (sx == sy) & ((x.signbit() == y.signbit()) | (sx == lowest))
 
-# %% ../../nbs/geometry/01_manifold.ipynb #77c21a48
-class _Metric(_Chart):
-    "Lengths and gradients; all of them elementwise."
-    def inner(
-        self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False
-    ) -> Tensor:
-        """u v / S^2, not summed: the manifold has no dimensions to
-        sum over (`keepdim` changes nothing)."""
+    # the metric
+    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim=False) -> Tensor:
+        "u v / S^2, elementwise: there is no dimension to sum over (`keepdim` changes nothing)."
         S = self.stiffness(x)
         return (u / S) * ((u if v is None else v) / S)
-
     def component_inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
         "The same as `inner`; what RiemannianAdam takes for its second moment."
         return self.inner(x, u, v)
-
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         "|u| / S: the length of a tangent vector, in codes."
         return u.abs() / self.stiffness(x)
-
     def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
         "S^2 g: the Riemannian gradient for the ordinary gradient `u`."
         S = self.stiffness(x)
         return S * (S * u)
-
     def proju(self, x: Tensor, u: Tensor) -> Tensor:
         "The vector itself (broadcast): every vector is tangent to a line."
         return u.expand(broadcast_shapes(x.shape, u.shape))
 
-# %% ../../nbs/geometry/01_manifold.ipynb #fb01e21c
-class _Geodesics(_Metric):
-    "exp, log, distance and transport, exact."
+    # geodesics
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        """The point that the geodesic from `x` with velocity `u` reaches in unit time;
-        it may lie beyond the format's range."""
+        "Where the geodesic from `x` with velocity `u` is after unit time, in the range or not."
         S, direct = self.stiffness(x), x + u
         far = self.from_coordinate(self.coordinate(x) + u / S, like=x)
-        return torch.where(
-            self._straight(x, direct, S, self.stiffness(direct, like=x)), direct, far
-        )
-
+        straight = self._straight(x, direct, S, self.stiffness(direct, like=x))
+        return torch.where(straight, direct, far)
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         "The exponential map: it costs no more than an approximation."
         return self.expmap(x, u)
-
     def logmap(self, x: Tensor, y: Tensor) -> Tensor:
         "The velocity with which a geodesic from `x` reaches `y` in unit time."
         S = self.stiffness(x)
         far = S * (self.coordinate(y, like=x) - self.coordinate(x))
         return torch.where(self._straight(x, y, S, self.stiffness(y, like=x)), y - x, far)
-
     def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
         "The distance in codes, elementwise (`keepdim` changes nothing)."
         return self.logmap(x, y).abs() / self.stiffness(x)
-
     def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         "`v`, tangent at `x`, carried to `y`: its length in codes stays."
         return v * (self.stiffness(y, like=x) / self.stiffness(x))
 
-# %% ../../nbs/geometry/01_manifold.ipynb #de0626e0
-class _Range(_Geodesics):
-    "Where the format ends."
+    # the range
     def limit(self, x: Tensor) -> Tensor:
         "The largest value of the format under the scale, in the unit of `x`."
         return self._scale_for(x) * self.fmt.max
-
     def projx(self, x: Tensor) -> Tensor:
         "`x` clamped to the format's range; no other method clamps."
         limit = self.limit(x)
         return torch.minimum(torch.maximum(x, -limit), limit)
-
-    def _check_point_on_manifold(
-        self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
-    ) -> tuple[bool, str | None]:
+    def _check_point_on_manifold(self, x: Tensor, *, atol=1e-5, rtol=1e-5):
         if x.dtype not in PRECISION: return False, f"dtype {x.dtype}; allowed: float32, float64"
         beyond = int((~(x.abs() <= self.limit(x) * (1 + rtol))).sum())  # a NaN is beyond, too
-        return (
-            (
-                False,
-                f"{beyond} of {x.numel()} values lie beyond the largest of {self.fmt.name} under "
-                "the scale",
-            )
-            if beyond
-            else (True, None)
-        )
-
-    def _check_vector_on_tangent(
-        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
-    ) -> tuple[bool, str | None]:
+        if not beyond: return True, None
+        top = f"the largest of {self.fmt.name} under the scale"
+        return False, f"{beyond} of {x.numel()} values lie beyond {top}"
+    def _check_vector_on_tangent(self, x: Tensor, u: Tensor, *, atol=1e-5, rtol=1e-5):
         return (True, None) if bool(u.isfinite().all()) else (False, "the vector is not finite")
 
-# %% ../../nbs/geometry/01_manifold.ipynb #870ec373
-class FP8Manifold(_Range):
-    """The weights of a format with the metric 1/S^2, as a geoopt manifold; elementwise.
-
-    `fmt`: an `FP8Format` or its name. `damping`, `floor_octaves`: floors under S in units of the format, see `altgrad.geometry.spacing`.
-    `scale`: positive, a float or a tensor that broadcasts with the weights (one per row: shape [rows, 1]); a buffer, so that `state_dict`
-    has it. Points are float32 or float64; anything else, and bad options, are an InputError.
-    """
-    @_Range.__scaling__(ScalingInfo(), "random")
+    # points
+    @__scaling__(ScalingInfo(), "random")
     def random_uniform(
         self, *size: int | tuple[int, ...], dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> geoopt.ManifoldTensor:
-        """Points uniform in the manifold's own measure over the format's range:
-        every code is equally likely."""
+        "Points uniform in the manifold's own measure: every code is equally likely."
         psi = 2 * torch.rand(size2shape(*size), dtype=dtype, device=device) - 1
         top = self.limit(psi)
-        return geoopt.ManifoldTensor(
-            self.from_coordinate(psi * self.coordinate(top), like=top), manifold=self
-        )
-
+        points = self.from_coordinate(psi * self.coordinate(top), like=top)
+        return geoopt.ManifoldTensor(points, manifold=self)
     random = random_uniform
-
-    @_Range.__scaling__(ScalingInfo())
+    @__scaling__(ScalingInfo())
     def random_normal(
         self, *size: int | tuple[int, ...], mean: float = 0.0, std: float = 0.25,
         dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ) -> geoopt.ManifoldTensor:
-        """Normal weights, clamped to the range;
-        `mean` and `std` in units of the format (before the scale)."""
+        "Normal weights, clamped to the range; `mean` and `std` in units of the format."
         x = torch.randn(size2shape(*size), dtype=dtype, device=device) * std + mean
         return geoopt.ManifoldTensor(self.projx(x * self._scale_for(x)), manifold=self)
-
     def origin(
         self, *size: int | tuple[int, ...], dtype: torch.dtype | None = None,
         device: torch.device | str | None = None, seed: int | None = 42,
     ) -> geoopt.ManifoldTensor:
         "Zeros; `seed` is for geoopt's interface."
-        return geoopt.ManifoldTensor(
-            torch.zeros(size2shape(*size), dtype=dtype, device=device), manifold=self
-        )
+        zeros = torch.zeros(size2shape(*size), dtype=dtype, device=device)
+        return geoopt.ManifoldTensor(zeros, manifold=self)
 
 # %% ../../nbs/geometry/01_manifold.ipynb #48e9fe7b
 def _unit_manifold(name: str) -> FP8Manifold:
@@ -275,31 +213,31 @@ def plot_geodesics(names: tuple[str, ...] = EIGHT_BIT) -> Any:  # the matplotlib
     "A geodesic across zero, and equal steps from zero, for each format."
     import matplotlib.pyplot as plt
 
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     t, end = torch.linspace(0, 1, 1001, dtype=torch.float64), torch.tensor(0.9, dtype=torch.float64)
     for row, name in enumerate(names):
         m = _unit_manifold(name)
-        left.plot(t, m.expmap(-end, t * m.logmap(-end, end)), color=COLORS[name], label=name)
+        left.plot(t, m.expmap(-end, t * m.logmap(-end, end)), color=COLORS[name])
         steps = m.expmap(
             0 * end, torch.linspace(0, 1, 11, dtype=torch.float64) * m.logmap(0 * end, end)
         )
         right.plot(steps, torch.full_like(steps, row), "o-", ms=4, lw=0.5, color=COLORS[name])
     left.set(
-        xlabel="time", ylabel="weight / largest weight", title="a geodesic through zero",
+        xlabel="time", ylabel="weight / largest weight", title="A geodesic lingers near zero",
         box_aspect=0.9,
     )
-    left.legend(frameon=False, fontsize=8)
     right.set(
         yticks=range(len(names)), yticklabels=names, xlabel="weight / largest weight",
-        title="ten equal steps from zero",
+        title="Ten steps of equal length from zero",
     )
+    for label, name in zip(right.get_yticklabels(), names): label.set_color(COLORS[name])
     right.invert_yaxis()
     return fig
 
 # %% ../../nbs/geometry/01_manifold.ipynb #232e83ed
 def first_step(
     name: FP8Format | str,  # a format
-    lr: float | None = None,  # None: RiemannianAdam on the manifold at a learning rate of one code; a number: plain Adam's
+    lr: float | None = None,  # of plain Adam; None: RiemannianAdam on the manifold at one code
     n: int = 400,  # weights
     amax: float = 0.1,  # of the weights; a power-of-two scale brings it into the format's range
     seed: int = 0,
@@ -312,11 +250,8 @@ def first_step(
     start = m.from_coordinate(
         (2 * torch.rand(n, generator=g, dtype=torch.float64) - 1) * last, like=m.scale
     )
-    w = (
-        geoopt.ManifoldParameter(start.clone(), manifold=m)
-        if lr is None
-        else torch.nn.Parameter(start.clone())
-    )
+    w = torch.nn.Parameter(start.clone())
+    if lr is None: w = geoopt.ManifoldParameter(start.clone(), manifold=m)
     w.grad = torch.randn(n, generator=g, dtype=torch.float64) * 10 ** (
         6 * torch.rand(n, generator=g, dtype=torch.float64) - 6
     )
@@ -330,14 +265,13 @@ def plot_first_step(lr: float = 1e-3) -> Any:  # the matplotlib figure
     Adam at `lr`, and RiemannianAdam on the manifold at one code."""
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(2, 4, figsize=(11, 5), sharey=True, layout="constrained")
+    fig, axes = plt.subplots(2, 4, figsize=(11, 5.4), sharey=True, layout="constrained")
     for ax, name in zip(axes.flat, EIGHT_BIT):
-        ax.loglog(*first_step(name, lr), ".", ms=3, color="0.6", label=f"Adam, lr={lr:g}", base=2)
-        ax.loglog(
-            *first_step(name), ".", ms=3, color=COLORS[name], label="RiemannianAdam, lr=1", base=2
-        )
-        ax.set_title(name, color=COLORS[name], fontsize=10)
-    axes[0, 0].legend(frameon=False, fontsize=7, loc="lower left")
-    fig.supxlabel("|w|", fontsize=10)
-    fig.supylabel("codes moved by the first step", fontsize=10)
+        ax.loglog(*first_step(name, lr), ".", ms=2, color=INK, base=2)
+        ax.loglog(*first_step(name), ".", ms=2, color=COLORS[name], base=2)
+        ax.set_title(name, color=COLORS[name])
+        ax.locator_params(axis="x", numticks=5)
+    fig.suptitle(f"RiemannianAdam (colour) moves each weight by one code, Adam at {lr:g} (grey) does not")
+    fig.supxlabel("|w|")
+    fig.supylabel("codes moved by the first step")
     return fig

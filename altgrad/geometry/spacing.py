@@ -14,7 +14,7 @@ from typing import Any, Iterable, NamedTuple
 import torch
 from torch import Tensor
 
-from ..basics import COLORS, InputError, unknown
+from ..basics import COLORS, INK, InputError, unknown
 from ..numbers.formats import (EIGHT_BIT, FORMATS, FP8Format, get_format, ulp,
                                      unit_in_first_place)
 
@@ -60,11 +60,8 @@ def _wide(w: Tensor, fmt: FP8Format) -> Tensor:
     if not w.is_floating_point():
         raise InputError(f"the geometry takes float tensors, not {w.dtype}")
     check_sign_magnitude(fmt)
-    return (
-        w
-        if w.dtype == torch.float64 or (w.dtype == torch.float32 and fmt.max_exponent < 100)
-        else w.double()
-    )
+    fits = w.dtype == torch.float64 or (w.dtype == torch.float32 and fmt.max_exponent < 100)
+    return w if fits else w.double()
 
 # %% ../../nbs/geometry/00_spacing.ipynb #bb63dd84
 FORMULAS = ("ulp", "smooth", "exponent", "lns")
@@ -124,16 +121,19 @@ def plot_stiffness(
     import matplotlib.pyplot as plt
 
     w = torch.logspace(low, high, 2000, base=2, dtype=torch.float64)
-    fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")
+    fig, ax = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
     for name in names:
-        inside = w <= FORMATS[name].max
-        ax.plot(w[inside], stiffness(w[inside], name), color=COLORS[name], label=name, lw=1.5)
-    ax.plot(w, w, color="0.7", lw=1, ls=":")
-    ax.text(2.0**high, 2.0**high, "S = |w|", ha="right", va="bottom", fontsize=8, color="0.4")
+        x = w[w <= FORMATS[name].max]
+        S = stiffness(x, name)
+        ax.plot(x, S, color=COLORS[name], lw=2)
+        ax.annotate(f" {name}", (x[-1], S[-1]), color=COLORS[name],
+                    va="bottom" if name == "E7M0" else "center")
+    ax.plot(w, w, color=INK, lw=1, ls=":")
+    ax.annotate("S = |w|  ", (2.0 ** (high - 4), 2.0 ** (high - 4)), ha="right", va="bottom")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
-    ax.set(xlabel="|w|", ylabel="stiffness S(w), the local spacing")
-    ax.legend(ncols=2, fontsize=8, frameon=False)
+    ax.set(xlabel="|w|", ylabel="stiffness S(w), the local spacing",
+           title="Exponent bits make the spacing follow the weight")
     return fig
 
 # %% ../../nbs/geometry/00_spacing.ipynb #23c0bda3
@@ -161,15 +161,15 @@ def _phi_inverse(phi: Tensor, n: "LineNumbers") -> Tensor:
 # %% ../../nbs/geometry/00_spacing.ipynb #158a70d4
 class LineNumbers(NamedTuple):
     "What the coordinate needs of a format and a floor: floats, or scalar tensors in compiled code."
-    low: Tensor | float  # 2^bottom and 2^top: the powers of two at the first and the last binade
-    high: Tensor | float
-    bottom: Tensor | float
-    top: Tensor | float
-    per_binade: Tensor | float  # 2^M codes
-    unit: Tensor | float  # 2^-M
-    floor: Tensor | float  # of the stiffness, at least the smallest spacing
-    start: Tensor | float  # the first magnitude where the floor does not bind
-    offset: Tensor | float  # the code coordinate minus the coordinate, from there on
+    low: Any  # 2^bottom and 2^top: the powers of two at the first and the last binade
+    high: Any
+    bottom: Any
+    top: Any
+    per_binade: Any  # 2^M codes
+    unit: Any  # 2^-M
+    floor: Any  # of the stiffness, at least the smallest spacing
+    start: Any  # the first magnitude where the floor does not bind
+    offset: Any  # the code coordinate minus the coordinate, from there on
 
 # %% ../../nbs/geometry/00_spacing.ipynb #2dbec2c4
 def line_numbers(

@@ -61,7 +61,8 @@ class GridTensor(torch.Tensor):
         self.writes = writes
         self.rescales = rescales
         self.residual = residual
-        self.how = how  # fmt, rounding, seed, tensor, levels: what a write needs; counts, nonfinite: what writes did, see `write`
+        # what a write needs: fmt, rounding, seed, tensor, levels; what writes did: counts, nonfinite
+        self.how = how
 
     @property
     def fmt(self) -> FP8Format:
@@ -125,8 +126,8 @@ def _grown_scale(w: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
     return torch.where(w.abs().amax() > fmt.max * scale, needed, scale)
 
 def _write_counts(to: GridTensor, before: Tensor, w: Tensor, codes: Tensor) -> Tensor:
-    """Of a write of `w` over the weights `before`: weights, those beyond the range of the
-    scale, those rounded to zero, those to be moved, those moved."""
+    """Count what writing `w` over the weights `before` does: weights, those beyond the range of
+    the scale, those rounded to zero, those to be moved, those moved."""
     moved = w != before
     return torch.stack([
         torch.full_like(moved.sum(), w.numel()),
@@ -138,12 +139,11 @@ def _write_counts(to: GridTensor, before: Tensor, w: Tensor, codes: Tensor) -> T
 
 # %% ../../nbs/geometry/02_storage.ipynb #61aed0d8
 def _gap(q: Tensor, side: Tensor, fmt: FP8Format) -> Tensor:
-    """The distance from values of the format to their neighbours
-    on the side that the sign of `side` means."""
+    "The distance from values of the format to their neighbours on the side of the sign of `side`."
     return ulp(fmt, torch.where(side * q < 0, torch.nextafter(q, torch.zeros_like(q)), q))
 
 def _residual(to: GridTensor, w: Tensor, codes: Tensor, scale: Tensor, key: int | Tensor) -> Tensor:
-    "What the nearest codes leave of `w`, in whole levels (int8), rounded by chance."
+    "What the nearest codes leave of `w`, in whole levels (int8), rounded stochastically."
     q, levels = unpack(codes, to.fmt), to.how["levels"]
     left = w / scale - q
     r = (left / _gap(q, left, to.fmt) * (2 * levels)).clamp(-levels, levels)
@@ -155,7 +155,7 @@ def write(
     to: GridTensor,
     w: Tensor,  # the new values before rounding, shape and dtype of `to`
 ) -> None:
-    """Rounds `w` into `to`, growing its scale where that is needed;
+    """Round `w` into `to`, growing its scale where that is needed;
     what is not finite leaves its code as it was."""
     how, fmt = to.how, to.how["fmt"]
     before, finite = to.latent(), w.isfinite()
@@ -184,17 +184,12 @@ def _plain(x: Any) -> Any: return x.dequantize() if isinstance(x, GridTensor) el
 
 def _alike(to: Any, source: Any) -> bool:
     "Whether both live on a grid of the same kind."
-    grids = (
-        isinstance(to, GridTensor)
-        and isinstance(source, GridTensor)
-        and to.shape == source.shape
-        and to.dtype == source.dtype
-    )
-    return grids and (to.fmt, to.how["levels"]) == (source.fmt, source.how["levels"])
+    if not (isinstance(to, GridTensor) and isinstance(source, GridTensor)): return False
+    kind = to.shape, to.dtype, to.fmt, to.how["levels"]
+    return kind == (source.shape, source.dtype, source.fmt, source.how["levels"])
 
 def _copy(to: GridTensor, source: GridTensor) -> GridTensor:
-    """Takes codes, scale and residual as they are:
-    nothing is rounded, as `load_state_dict` wants it."""
+    "Take codes, scale and residual as they are, without rounding: what `load_state_dict` wants."
     for name, part in to.parts().items(): part.copy_(source.parts()[name])
     return to
 
@@ -209,15 +204,12 @@ def _dispatch(func, args, kwargs):
         )
     if func is torch.ops.aten.copy_.default and _alike(*args[:2]): return _copy(*args[:2])
     plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
-    target = (
-        args[0]
-        if args and isinstance(args[0], GridTensor) and func._schema.name.endswith("_")
-        else None
-    )
-    if target is not None: plain_args = (target.latent(), *plain_args[1:])
-    result = func(*plain_args, **plain_kwargs)
-    if target is None: return result
-    write(target, plain_args[0])
+    target = args[0] if args else None
+    if not (isinstance(target, GridTensor) and func._schema.name.endswith("_")):
+        return func(*plain_args, **plain_kwargs)
+    latent = target.latent()
+    func(latent, *plain_args[1:], **plain_kwargs)
+    write(target, latent)
     return target
 
 # %% ../../nbs/geometry/02_storage.ipynb #bea221d1
@@ -237,11 +229,8 @@ class Storage:
     @property
     def bits(self) -> int:
         "Bits a weight, for an 8-bit format."
-        return (
-            (get_format(self.fmt).bits if self.fmt else 8) + self.residual_bits
-            if self.on_grid
-            else 32
-        )
+        if not self.on_grid: return 32
+        return (get_format(self.fmt).bits if self.fmt else 8) + self.residual_bits
 
 # %% ../../nbs/geometry/02_storage.ipynb #8cf8d637
 STORAGES = {  # the one table of storages

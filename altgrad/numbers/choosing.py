@@ -93,7 +93,7 @@ def best_scale(
     InputError for other kinds of scales."""
     if scales not in SCALES: raise unknown("kind of scales", scales, SCALES)
     _checked(x)
-    found = {}
+    found: dict[float, float] = {}
     def best_of(candidates):
         for s in candidates:
             if s not in found and 2.0**-126 <= s <= 2.0**127: found[s] = sqnr_db(x, fmt, s)
@@ -111,21 +111,19 @@ def plot_scale_search(
     "SQNR against the scale, in octaves from the exact amax scale, with the best one marked."
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    fig, ax = plt.subplots(figsize=(8, 4), layout="constrained")
+    octaves = torch.arange(-5, 9, 1 / 8).tolist()
     for name in names:
-        start = compute_scale(x.abs().amax(), name, "exact").item()
-        (best, top) = best_scale(x, name)
-        octaves = torch.arange(-5, 9, 1 / 8)
-        ax.plot(
-            octaves,
-            [sqnr_db(x, name, start * 2.0**k) for k in octaves.tolist()],
-            color=COLORS.get(name),
-            label=name,
-        )
-        ax.plot(math.log2(best / start), top, "o", color=COLORS.get(name))
-    ax.set(xlabel="octaves from the scale that puts amax on max", ylabel="SQNR (dB)")
-    ax.legend(frameon=False, fontsize=8)
-    ax.spines[["top", "right"]].set_visible(False)
+        color, start = COLORS.get(name), compute_scale(x.abs().amax(), name, "exact").item()
+        best, top = best_scale(x, name)
+        dot = math.log2(best / start), top
+        kept = [sqnr_db(x, name, start * 2.0**k) for k in octaves]
+        ax.plot(octaves, kept, color=color)
+        ax.plot(*dot, "o", color=color)
+        if kept[-1] > 5: ax.annotate(f" {name}", (octaves[-1], kept[-1]), va="center", color=color)
+        else: ax.annotate(f"{name}  ", dot, va="center", ha="right", color=color)
+    ax.set(xlabel="octaves from the scale that puts amax on max", ylabel="SQNR (dB)",
+           title="The fewer exponent bits, the more the scale matters")
     return fig
 
 # %% ../../nbs/numbers/05_choosing.ipynb #e1946525
@@ -144,7 +142,7 @@ def score(
     fmt: FP8Format | str,
     scales: str = "any",  # one of `SCALES`
 ) -> FormatScore:
-    "Searches the best scale of one format and measures there."
+    "Search the best scale of one format and measure there."
     fmt = get_format(fmt)
     scale, sqnr = best_scale(x, fmt, scales)
     x = x[x != 0]
@@ -158,37 +156,16 @@ def score(
 # %% ../../nbs/numbers/05_choosing.ipynb #29a3eb21
 _HEADS = ("format", "SQNR dB", "at amax", "best scale", "clipped", "lost to 0")
 
-# %% ../../nbs/numbers/05_choosing.ipynb #984e63a8
-class _Ranking(list):
-    "How a `Recommendation` shows itself: one table, one sentence."
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                r.format, f"{r.sqnr:.1f}", f"{r.at_amax:.1f}", f"{r.scale:.4g}", f"{r.clipped:.2%}",
-                f"{r.lost:.2%}",
-            )
-            for r in self
-        ]
+def _row(r: FormatScore) -> tuple[str, ...]:
+    "A line of the table."
+    decibels = f"{r.sqnr:.1f}", f"{r.at_amax:.1f}"
+    return r.format, *decibels, f"{r.scale:.4g}", f"{r.clipped:.2%}", f"{r.lost:.2%}"
 
-    def __repr__(self):
-        rows = [_HEADS, *self._rows()]
-        width = [max(map(len, column)) for column in zip(*rows)]
-        lines = [
-            "  ".join([
-                row[0].ljust(width[0]),
-                *(cell.rjust(w) for cell, w in zip(row[1:], width[1:])),
-            ])
-            for row in rows
-        ]
-        return "\n".join([*lines, self.why])
-
-    def __rich__(self):
-        from rich.console import Group
-        from rich.table import Table
-
-        table = Table(*_HEADS, box=None)
-        for row in self._rows(): table.add_row(*row)
-        return Group(table, self.why)
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    "Rows of cells as lines: the first column to the left, the others to the right."
+    name, *others = [max(map(len, column)) for column in zip(*rows)]
+    def line(first, *cells): return [first.ljust(name), *map(str.rjust, cells, others)]
+    return ["  ".join(line(*row)) for row in rows]
 
 # %% ../../nbs/numbers/05_choosing.ipynb #509d209d
 _REASONS = {
@@ -198,7 +175,7 @@ _REASONS = {
 }  # by the best format's exponent bits at most
 
 # %% ../../nbs/numbers/05_choosing.ipynb #61313ba6
-class Recommendation(_Ranking):
+class Recommendation(list):
     "`FormatScore`s, best first, with the tensor's `profile` and one sentence, `why`."
     def __init__(
         self,
@@ -227,13 +204,23 @@ class Recommendation(_Ranking):
             f"{self.profile}: {reason}."
         )
 
+    def __repr__(self): return "\n".join([*_aligned([_HEADS, *map(_row, self)]), self.why])
+
+    def __rich__(self):
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(*_HEADS, box=None)
+        for row in map(_row, self): table.add_row(*row)
+        return Group(table, self.why)
+
 # %% ../../nbs/numbers/05_choosing.ipynb #cf6f2e63
 def recommend_format(
     x: Tensor,  # float tensor of any shape, finite, not all zero
     formats: Iterable[FP8Format | str] = EIGHT_BIT,  # the candidates
     *,
     scales: str = "any",  # one of `SCALES`: what scales are searched
-    sample: int = 2**18,  # a larger tensor is measured on so many of its nonzero elements, drawn with replacement by a fixed seed
+    sample: int = 2**18,  # nonzero elements measured of a larger tensor, drawn with replacement by a fixed seed
 ) -> Recommendation:
     """Ranks formats by the SQNR that each reaches on `x` under one scale for the tensor,
     the best it has; InputError where there is nothing to measure."""

@@ -9,7 +9,7 @@ __all__ = ['PIECE', 'QuantStats', 'quantize_stats']
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from types import FunctionType
-from typing import Callable, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class QuantStats:
     amax: Tensor  # float64; 0 if nothing is finite
     squared_error: Tensor  # float64
     squares: Tensor  # float64
-    histogram: Tensor | None  # int64, 2^bits counts in code order (a NaN only where the format has one); None if not asked for
+    histogram: Tensor | None  # int64, 2^bits counts in code order; NaN only where the format has one
 
     def __add__(self, other: "QuantStats") -> "QuantStats":
         """The statistics of both tensors together;
@@ -43,41 +43,45 @@ class QuantStats:
                 f"statistics of {self.fmt.name} and {other.fmt.name} do not add up: the format and "
                 "the histogram must be the same"
             )
-        merge = lambda name, a, b: (
-            a if name == "fmt" or a is None else torch.maximum(a, b) if name == "amax" else a + b
-        )
-        return QuantStats(
-            *(merge(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        )
+        return QuantStats(self.fmt, **{name: _merged(name, self, other) for name in _COUNTED})
 
-    overflow_rate = property(
-        lambda self: _ratio(self.overflow, self.count),
-        doc="Share of elements that overflow, in [0, 1].",
-    )
-    underflow_rate = property(
-        lambda self: _ratio(self.underflow, self.count),
-        doc="Share of elements that vanish, in [0, 1].",
-    )
-    sqnr_db = property(
-        lambda self: _decibel(self.squares, self.squared_error),
-        doc="Signal to quantization noise in dB; inf without error.",
-    )
-    entropy_bits = property(
-        lambda self: _entropy(self), doc="Entropy of the codes in use, at most `fmt.bits`."
-    )
-    dead_codes = property(
-        lambda self: int((_finite_counts(self) == 0).sum()),
-        doc="Codes of finite values that no element uses.",
-    )
-    range_used_octaves = property(
-        lambda self: _octaves(self),
-        doc="log2 of the largest over the smallest non-zero magnitude in use.",
-    )
+    @property
+    def overflow_rate(self) -> Any:  # a float; None without elements
+        "Share of elements that overflow, in [0, 1]."
+        return _ratio(self.overflow, self.count)
+    @property
+    def underflow_rate(self) -> Any:  # a float; None without elements
+        "Share of elements that vanish, in [0, 1]."
+        return _ratio(self.underflow, self.count)
+    @property
+    def sqnr_db(self) -> float | None:
+        "Signal to quantization noise in dB; inf without error."
+        return _decibel(self.squares, self.squared_error)
+    @property
+    def entropy_bits(self) -> float:
+        "Entropy of the codes in use, at most `fmt.bits`."
+        return _entropy(self)
+    @property
+    def dead_codes(self) -> int:
+        "Codes of finite values that no element uses."
+        return int((_finite_counts(self) == 0).sum())
+    @property
+    def range_used_octaves(self) -> float | None:
+        "log2 of the largest over the smallest non-zero magnitude in use."
+        return _octaves(self)
 
     def __repr__(self) -> str: return _describe(self)
     def _repr_html_(self) -> str: return _html(self)
 
 # %% ../../nbs/numbers/03_counts.ipynb #b8d15787
+_COUNTED = [f.name for f in fields(QuantStats) if f.name != "fmt"]
+
+def _merged(name: str, one: QuantStats, other: QuantStats) -> Any:
+    "A number of both tensors together: the larger amax, the sum of everything else."
+    a, b = getattr(one, name), getattr(other, name)
+    if a is None: return None
+    return torch.maximum(a, b) if name == "amax" else a + b
+
 def _ratio(part: Tensor, of: Tensor) -> float | None:
     return part.item() / of.item() if of.item() else None
 
@@ -111,14 +115,17 @@ def _octaves(stats: QuantStats) -> float | None:
     return (magnitude.max().log2() - magnitude.min().log2()).item() if len(magnitude) else None
 
 # %% ../../nbs/numbers/03_counts.ipynb #ab5ac031
+def _shown(value: float | None, form: str, unit: str = "") -> str:
+    "A number in a format of Python's, with its unit; a dash where there is none."
+    return "-" if value is None else format(value, form) + unit
+
 def _describe(stats: QuantStats) -> str:
     "One line a human can read; waits for the device."
-    show = lambda value, unit, form: "-" if value is None else f"{value:{form}}{unit}"
     parts = [
         f"{stats.fmt.name}, {stats.count.item():,} elements",
-        f"overflow {show(stats.overflow_rate, '', '.3%')}",
-        f"underflow {show(stats.underflow_rate, '', '.3%')}",
-        f"SQNR {show(stats.sqnr_db, ' dB', '.1f')}",
+        f"overflow {_shown(stats.overflow_rate, '.3%')}",
+        f"underflow {_shown(stats.underflow_rate, '.3%')}",
+        f"SQNR {_shown(stats.sqnr_db, '.1f', ' dB')}",
         f"amax {stats.amax.item():.4g}",
     ]
     if stats.nan.item() + stats.inf.item():
@@ -127,20 +134,19 @@ def _describe(stats: QuantStats) -> str:
         parts += [
             f"entropy {stats.entropy_bits:.2f} of {stats.fmt.bits} bits",
             f"{stats.dead_codes} dead codes",
-            f"{show(stats.range_used_octaves, ' octaves', '.1f')}",
+            _shown(stats.range_used_octaves, ".1f", " octaves"),
         ]
     return f"QuantStats({'; '.join(parts)})"
 
 # %% ../../nbs/numbers/03_counts.ipynb #d4036bec
 def _html(stats: QuantStats) -> str:
     "The counts by value over a table; waits for the device."
-    show = lambda value, form: "-" if value is None else format(value, form)
-    facts = {
+    facts: dict[str, object] = {
         "elements": f"{stats.count.item():,}",
-        "overflow": show(stats.overflow_rate, ".3%"),
-        "underflow": show(stats.underflow_rate, ".3%"),
-        "SQNR": show(stats.sqnr_db, ".1f") + " dB",
-        "amax": show(stats.amax.item(), ".4g"),
+        "overflow": _shown(stats.overflow_rate, ".3%"),
+        "underflow": _shown(stats.underflow_rate, ".3%"),
+        "SQNR": _shown(stats.sqnr_db, ".1f") + " dB",
+        "amax": _shown(stats.amax.item(), ".4g"),
     }
     if stats.nan.item() + stats.inf.item():
         facts |= {"NaN": f"{stats.nan.item():,}", "inf": f"{stats.inf.item():,}"}
@@ -148,7 +154,7 @@ def _html(stats: QuantStats) -> str:
     facts |= {
         "entropy": f"{stats.entropy_bits:.2f} of {stats.fmt.bits} bits",
         "dead codes": stats.dead_codes,
-        "range in use": show(stats.range_used_octaves, ".1f") + " octaves",
+        "range in use": _shown(stats.range_used_octaves, ".1f") + " octaves",
     }
     # NaN, if there is one, comes last
     counts = stats.histogram.cpu().double()[stats.fmt.table.argsort(stable=True)]
@@ -178,10 +184,10 @@ def _bin_codes(fmt: FP8Format, device: torch.device) -> Tensor:
 class _Layout(NamedTuple):
     """What finds a value's bin: a factor that moves the exponents to float32's lowest,
     bits to drop, the bin of the smallest magnitude, the last."""
-    factor: float | Tensor
-    drop: int | Tensor
-    first: int | Tensor
-    last: int | Tensor
+    factor: Any  # a number; a scalar tensor in compiled code, as the three below
+    drop: Any
+    first: Any
+    last: Any
 
 @cache
 def _layout(fmt: FP8Format, device: torch.device) -> tuple[_Layout, tuple[Tensor, ...]]:
@@ -213,60 +219,61 @@ def _count_bins(bins: Tensor, n: int) -> Tensor:
 
 # %% ../../nbs/numbers/03_counts.ipynb #a1d3b498
 def _measure(
-    x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How,
-    noise: Tensor | None, first: Callable, sums: Callable, layout: _Layout | None,
+    x: Tensor, scale: Any, inverse: Any, g: K.Grid, how: K.How, noise: Tensor | None,
+    first: Callable, sums: Callable, layout: _Layout | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     "The result, the bins if a layout is given, and `sums`."
     q = K.kernel(x, scale, inverse, g, how, noise, first)
     y = q if how.scaling == "none" else q * scale
-    wide = x.to(q.dtype)
-    z = (
-        wide
-        if how.scaling == "none"
-        else wide / scale
-        if how.scaling == "divide"
-        else wide * inverse
-    )
+    wide = z = x.to(q.dtype)
+    if how.scaling == "divide": z = wide / scale
+    if how.scaling == "multiply": z = wide * inverse
     limit = torch.finfo(x.dtype).max
     if how.clip: y = y.clamp(-limit, limit).copysign(y)
     y = y.to(x.dtype)
     return y, None if layout is None else _bins(q, layout), torch.stack(sums(wide, y, z, g))
 
 # %% ../../nbs/numbers/03_counts.ipynb #61e62c21
+def _count(which: Tensor) -> Tensor: return torch.count_nonzero(which).double()
+
+def _square_sum(x: Tensor) -> Tensor: return x.double().square_().sum()
+
 def _sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     "Overflow, underflow, NaN, inf, squared error, squares and amax, all float64."
-    count = lambda which: torch.count_nonzero(which).double()
     finite = x.nan_to_num(0.0, 0.0, 0.0)
     magnitude, within = x.abs(), torch.count_nonzero((z >= g.min) & (z <= g.max))
-    nan, inf = count(magnitude != magnitude), count(magnitude == torch.inf)
-    beyond = x.numel() - within - nan - count(z.abs() == torch.inf)
-    squares = lambda t: t.double().square_().sum()
+    nan, inf = _count(magnitude != magnitude), _count(magnitude == torch.inf)
+    beyond = x.numel() - within - nan - _count(z.abs() == torch.inf)
     return (
-        beyond, count((y == 0).logical_and_(x != 0)), nan, inf,
-        squares((x - y).nan_to_num_(0.0, 0.0, 0.0)), squares(finite), finite.abs().amax().double(),
+        beyond, _count((y == 0).logical_and_(x != 0)), nan, inf,
+        _square_sum((x - y).nan_to_num_(0.0, 0.0, 0.0)), _square_sum(finite), finite.abs().amax().double(),
     )
 
 # %% ../../nbs/numbers/03_counts.ipynb #36462490
+def _fused_count(which: Tensor) -> Tensor: return which.float().sum().double()
+
 def _fused_sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     "The same for a compiler."
-    count = lambda which: which.float().sum().double()
     magnitude, size = x.abs(), z.abs()
     finite = magnitude < torch.inf
     error = torch.where(finite & (y.abs() < torch.inf), x - y, 0.0).double()
     signal = torch.where(finite, x, 0.0).double()
     return (
-        count(((z > g.max) | (z < g.min)) & (size < torch.inf)), count((y == 0) & (x != 0)),
-        count(magnitude != magnitude), count(magnitude == torch.inf), (error * error).sum(),
-        (signal * signal).sum(), torch.where(finite, magnitude, 0.0).amax().double(),
+        _fused_count(((z > g.max) | (z < g.min)) & (size < torch.inf)),
+        _fused_count((y == 0) & (x != 0)), _fused_count(magnitude != magnitude),
+        _fused_count(magnitude == torch.inf), (error * error).sum(), (signal * signal).sum(),
+        torch.where(finite, magnitude, 0.0).amax().double(),
     )
 
 # %% ../../nbs/numbers/03_counts.ipynb #d3a1d37a
+def _whole_count(which: Tensor) -> Tensor:
+    return which.to(torch.int32).sum(dtype=torch.int32).double()
+
 def _finite_sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     "The same if x, y and z are finite; else a sum is not."
-    count = lambda which: which.to(torch.int32).sum(dtype=torch.int32).double()
     error, signal, none = (x - y).double(), x.double(), torch.zeros((), dtype=torch.float64)
     return (
-        count((z > g.max) | (z < g.min)), count((y == 0) & (x != 0)), none, none,
+        _whole_count((z > g.max) | (z < g.min)), _whole_count((y == 0) & (x != 0)), none, none,
         (error * error).sum(), (signal * signal).sum(), x.abs().amax().double(),
     )
 
@@ -277,7 +284,7 @@ def _compiled(how: K.How, device: str, codes: bool) -> Callable:
     sums = _finite_sums if device == "cpu" else _fused_sums
 
     def kernel(
-        x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Tensor,
+        x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Any,
         factor: Tensor, places: Tensor,
     ) -> tuple:
         layout = _Layout(factor, *places.unbind()) if codes else None
@@ -307,7 +314,7 @@ PIECE = 1 << 20  # elements a compiled kernel takes at a time
 def _pieces(
     x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How,
     words: tuple | None, fmt: FP8Format | None,
-):
+) -> Iterator[tuple[Any, Tensor]]:
     """Writes the result to `out`; yields the bins if a format is given and the sums,
     piece by piece of the first dimension."""
     compiled = words is None and K.worth_compiling(x)
@@ -327,11 +334,10 @@ def _pieces(
             if found is not None and _is_finite(found[1], s, largest):
                 yield found
                 continue
-        coin = (
-            None
-            if words is None
-            else K.draw_range(a * row, b * row, words, how.random_bits, x.device).view(part.shape)
-        )
+        coin = None
+        if words is not None:
+            coin = K.draw_range(a * row, b * row, words, how.random_bits, x.device)
+            coin = coin.view(part.shape)
         y, bins, found = _measure(part, s, inverse, g, how, coin, K.first_bits, _sums, layout)
         into.copy_(y)
         yield bins, found
@@ -378,11 +384,9 @@ def _collect(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.zeros(6, dtype=torch.float64, device=x.device)
     amax = torch.zeros((), dtype=torch.float64, device=x.device)
-    bins = (
-        None
-        if fmt is None
-        else torch.zeros(2 * fmt.magnitudes + 2, dtype=torch.int64, device=x.device)
-    )
+    bins = None
+    if fmt is not None:
+        bins = torch.zeros(2 * fmt.magnitudes + 2, dtype=torch.int64, device=x.device)
     if not x.numel(): return out, total, amax, bins
     flat, scale, _ = K.flat_of(x.contiguous(), scale, None)
     for codes, found in _pieces(
@@ -391,7 +395,7 @@ def _collect(
     ):
         total += found[:6]
         amax = torch.maximum(amax, found[6])
-        if fmt is not None: bins += _count_bins(codes, len(bins))
+        if bins is not None: bins += _count_bins(codes, len(bins))
     return out, total, amax, bins
 
 # %% ../../nbs/numbers/03_counts.ipynb #c8dd0dee
