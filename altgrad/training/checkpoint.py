@@ -15,7 +15,6 @@ import os
 import pickle
 import random
 import re
-import sys
 import warnings
 from contextlib import suppress
 from copy import copy
@@ -28,7 +27,7 @@ import torch
 from torch import nn
 
 from ..basics import (LARGEST_RECORD, InputError, WriteError, is_number, make_folder,
-                            parse_json, read_small, remove_leftovers, write_atomic)
+                            parse_json, read_small, remove_leftovers, tell, write_atomic)
 from ..numbers.formats import FP8Format
 from ..geometry.storage import load_plain_state, plain_state
 from ..model.surgery import load_points_state, points_state
@@ -250,8 +249,6 @@ MAX_ANOMALIES = 3  # the first of a run: later ones tell less
 
 def _sha256(data: bytes) -> str: return hashlib.sha256(data).hexdigest()
 
-def _say(text: str) -> None: print(text, file=sys.stderr, flush=True)
-
 def kept(
     entries: list[dict[str, Any]],  # of a manifest, in order of steps
 ) -> list[dict[str, Any]]:
@@ -337,7 +334,7 @@ class Checkpoints:
         """The last whole checkpoint; one that is damaged, or later than `at_most`,
         is named in one line and put aside."""
         if self.manifest.is_file() and self._listed() is None:
-            _say(f"{self.manifest} is damaged: the checkpoints are taken by their names")
+            tell(f"{self.manifest} is damaged: the checkpoints are taken by their names")
         left = [e for e in self.entries() if not e["anomaly"]]
         while left:
             entry = left.pop()
@@ -349,7 +346,7 @@ class Checkpoints:
             )
             fault, data = (late, b"") if late else _inspect(path, entry["sha256"])
             if not fault: return entry, data
-            _say(f"checkpoint {path} is {fault}: "
+            tell(f"checkpoint {path} is {fault}: "
                  + (f"{left[-1]['file']} is next" if left else "the run begins again"))
             with suppress(OSError): os.replace(path, path.with_suffix(".aside"))
         return None

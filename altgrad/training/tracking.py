@@ -18,7 +18,6 @@ import queue
 import secrets
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,7 +29,7 @@ from typing import Any, Iterator
 import torch
 
 from ..basics import (COLORS, LARGEST_RECORD, InputError, WriteError, html_card, is_number,
-                            make_folder, parse_json, read_small, read_yaml, remove_leftovers,
+                            make_folder, parse_json, read_small, read_yaml, remove_leftovers, tell,
                             svg_bars, unknown, write_atomic)
 from .checkpoint import Checkpoints
 
@@ -497,7 +496,7 @@ class Mirror:
     def say(self, text: str) -> None:
         "Says on the error stream what went wrong, each thing once."
         if text in self.said: return
-        print(f"wandb: {text}", file=sys.stderr, flush=True)
+        tell(f"wandb: {text}")
         self.said += f"{'; ' if self.said else ''}{text}"
 
     def _work(self, before: list[dict[str, Any]]) -> None:
