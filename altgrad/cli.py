@@ -159,8 +159,8 @@ def settings_text(
 class _OneLineParser(argparse.ArgumentParser):
     "Reports a usage error as one line; `more` is a function of text that its help ends with."
     def __init__(self, *args: Any, more: Callable[[], str] | None = None, **kwargs: Any):
-        as_written = argparse.RawDescriptionHelpFormatter
-        super().__init__(*args, formatter_class=as_written, **kwargs)
+        kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, **kwargs)
         self.more = more
 
     def format_help(self) -> str:

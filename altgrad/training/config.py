@@ -11,7 +11,7 @@ import inspect
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 import torch
 import yaml
@@ -98,7 +98,9 @@ class Setting(NamedTuple):
     text: str  # what it means, in which unit, and what it may be
 
 _SETTING = re.compile(r"    (\w+): ([\w |]+) = (.+?)  # (.+)")
-_NAMES = {"model": PRESETS, "storage": STORAGES, "rule": RULES, "placement": PLACEMENTS}
+_NAMES: dict[str, Iterable[str]] = {
+    "model": PRESETS, "storage": STORAGES, "rule": RULES, "placement": PLACEMENTS,
+}
 
 def _meaning(name: str, text: str) -> str:
     "Add to a setting's comment the names that it may be, and the rules that read it."
