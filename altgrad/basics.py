@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MESSAGE', 'LARGEST', 'LARGEST_RECORD', 'MOST_VALUES', 'MOST_LEVELS', 'COLORS', 'INK', 'one_line', 'InputError',
-           'unknown', 'WriteError', 'write_atomic', 'make_folder', 'remove_leftovers', 'read_small', 'parse_yaml',
-           'read_yaml', 'parse_json', 'is_number', 'svg_bars', 'html_card', 'figure_style']
+           'unknown', 'tell', 'WriteError', 'write_atomic', 'make_folder', 'remove_leftovers', 'read_small',
+           'parse_yaml', 'read_yaml', 'parse_json', 'is_number', 'svg_bars', 'html_card', 'figure_style']
 
 # %% ../nbs/basics.ipynb #085f52e4
 import difflib
@@ -52,6 +52,11 @@ def unknown(
     near = difflib.get_close_matches(given.lower(), lower, n=1, cutoff=cutoff)
     hint = f" (did you mean {lower[near[0]]}?)" if near else ""
     return InputError(f"unknown {kind} {given!r}{hint}; allowed: {', '.join(allowed)}")
+
+# %% ../nbs/basics.ipynb #7e11a002
+def tell(text: str) -> None:
+    "Print a line on the error stream, at once."
+    print(text, file=sys.stderr, flush=True)
 
 # %% ../nbs/basics.ipynb #456fe86b
 class WriteError(InputError):

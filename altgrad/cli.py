@@ -14,6 +14,7 @@ import signal
 import sys
 import textwrap
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, Callable, NoReturn
 
@@ -129,14 +130,13 @@ _EXAMPLES = {  # command -> what one types, and what that does
 # %% ../nbs/cli.ipynb #5af074c5
 def _examples(*commands: str) -> str:
     "The examples of some commands, each with what it does beneath it."
-    lines = [f"  {typed}\n      {does}" for command in commands
-             for typed, does in _EXAMPLES[command]]
+    examples = [example for command in commands for example in _EXAMPLES[command]]
+    lines = [f"  {typed}\n      {does}" for typed, does in examples]
     return "\n".join(["examples", *lines]) + "\n"
 
-_EXITS = (
-    "\nexit codes: 0 done, 1 a run ended early, 2 something in the request is wrong, 130 "
-    "interrupted\n"
-)
+_EXITS = """
+exit codes: 0 done, 1 a run ended early, 2 something in the request is wrong, 130 interrupted
+"""
 
 # %% ../nbs/cli.ipynb #f1efc8c1
 def settings_text(
@@ -159,8 +159,8 @@ def settings_text(
 class _OneLineParser(argparse.ArgumentParser):
     "Reports a usage error as one line; `more` is a function of text that its help ends with."
     def __init__(self, *args: Any, more: Callable[[], str] | None = None, **kwargs: Any):
-        super().__init__(*args, **{**kwargs,
-                                   "formatter_class": argparse.RawDescriptionHelpFormatter})
+        kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, **kwargs)
         self.more = more
 
     def format_help(self) -> str:
@@ -183,127 +183,113 @@ def _setting(text: str) -> tuple[str, str]:
     if not equals or not key: raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key.strip(), value.strip()
 
-def _command(commands: Any, name: str, does: str, epilog: str = "",
-             **more: Any) -> argparse.ArgumentParser:
+def _command(
+    commands: Any, name: str, does: str, epilog: str = "", **more: Any
+) -> argparse.ArgumentParser:
     "A command's parser, with its two examples."
-    return commands.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.",
-                               epilog=_examples(name) + epilog, **more)
+    description = f"{does[0].upper()}{does[1:]}."
+    epilog = _examples(name) + epilog
+    return commands.add_parser(name, help=does, description=description, epilog=epilog, **more)
 
 # %% ../nbs/cli.ipynb #194e1150
 def _add_sweep(commands: Any) -> None:
-    "The parsers of `sweep` and `replay`."
-    sweep = _command(
-        commands, "sweep",
-        "run every arm of a matrix that is not in the ledger yet; a killed sweep goes on",
-    )
-    sweep.add_argument("matrix", metavar="MATRIX", help="a YAML file")
-    sweep.add_argument("--out", required=True, metavar="DIR",
-                       help="folder of the ledger; several matrices may share one")
-    sweep.add_argument("--workers", type=int, metavar="N",
-                       help="processes of one thread each (default: 1)")
-    sweep.add_argument(
-        "--executor",
-        choices=("local", "ray", "batched"),
-        default="local",
-        help="how the runs are made (default: local, one after another in each worker); "
-        "ray needs altgrad[ray]; batched trains many at once",
-    )
-    sweep.add_argument(
-        "--replicas", type=int, metavar="N",
-        help="runs that a worker of --executor batched trains at once (default: 8, on a GPU 128)",
-    )
-    sweep.add_argument(
-        "--ray-address", metavar="HOST:PORT",
-        help="of a running Ray cluster (default: that of this machine, else one of its own)",
-    )
-    sweep.add_argument("--ray-gpus", type=float, default=0.0, metavar="SHARE",
-                       help="of a GPU that a run takes in a Ray cluster (default: 0, the CPUs)")
-    sweep.add_argument(
-        "--dry-run", action="store_true",
-        help="list the next runs and what they cost, and make none (missing checkpoints are "
-             "pretrained)",
-    )
-    _add_accept(sweep)
-    _add_corpus(sweep)
-    replay = _command(commands, "replay",
-                      "make one run of a ledger again and say whether it agrees")
-    replay.add_argument("run", metavar="ROW", help="the run's id, or its first digits")
-    replay.add_argument(
-        "--ledger", required=True, metavar="FILE",
-        help="ledger.jsonl, a parquet file, or the folder of either; texts and checkpoints beside "
-             "it are used",
-    )
-    _add_corpus(replay)
+    "The parser of `sweep`."
+    does = "run every arm of a matrix that is not in the ledger yet; a killed sweep goes on"
+    p = _command(commands, "sweep", does)
+    p.add_argument("matrix", metavar="MATRIX", help="a YAML file")
+    p.add_argument("--out", required=True, metavar="DIR",
+                   help="folder of the ledger; several matrices may share one")
+    p.add_argument("--workers", type=int, metavar="N",
+                   help="processes of one thread each (default: 1)")
+    _add_executor(p)
+    p.add_argument("--dry-run", action="store_true",
+                   help="list the next runs and what they cost, and make none "
+                        "(missing checkpoints are pretrained)")
+    _add_accept(p)
+    _add_corpus(p)
+
+def _add_executor(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--executor", choices=("local", "ray", "batched"), default="local",
+                   help="how the runs are made (default: local, one after another in each worker); "
+                        "ray needs altgrad[ray]; batched trains many at once")
+    p.add_argument("--replicas", type=int, metavar="N",
+                   help="runs that a worker of --executor batched trains at once "
+                        "(default: 8, on a GPU 128)")
+    p.add_argument("--ray-address", metavar="HOST:PORT",
+                   help="of a running Ray cluster "
+                        "(default: that of this machine, else one of its own)")
+    p.add_argument("--ray-gpus", type=float, default=0.0, metavar="SHARE",
+                   help="of a GPU that a run takes in a Ray cluster (default: 0, the CPUs)")
 
 # %% ../nbs/cli.ipynb #56f2fae8
+def _add_replay(commands: Any) -> None:
+    "The parser of `replay`."
+    does = "make one run of a ledger again and say whether it agrees"
+    p = _command(commands, "replay", does)
+    p.add_argument("run", metavar="ROW", help="the run's id, or its first digits")
+    p.add_argument("--ledger", required=True, metavar="FILE",
+                   help="ledger.jsonl, a parquet file, or the folder of either; "
+                        "texts and checkpoints beside it are used")
+    _add_corpus(p)
+
 def _add_accept(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--accept",
-        action="append",
-        default=[],
-        metavar="CODE",
-        help="count the ledger's rows of this code (its first digits; none: rows that do not say "
-             "theirs) "
-        "as made by this one; may be repeated",
-    )
+    p.add_argument("--accept", action="append", default=[], metavar="CODE",
+                   help="count the ledger's rows of this code (its first digits; none: rows that "
+                        "do not say theirs) as made by this one; may be repeated")
 
 def _add_corpus(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--corpus", action="append", type=_setting, default=[], metavar="LABEL=DATA",
-        help="the text that a label stands for, e.g. eurlex=path:laws.txt; may be repeated",
-    )
+    p.add_argument("--corpus", action="append", type=_setting, default=[], metavar="LABEL=DATA",
+                   help="the text that a label stands for, e.g. eurlex=path:laws.txt; "
+                        "may be repeated")
     p.add_argument("--checkpoints", default="runs/checkpoints", metavar="DIR",
                    help="folder of the checkpoints (default: runs/checkpoints)")
 
 # %% ../nbs/cli.ipynb #603600b7
 def _add_search(commands: Any) -> None:
     "The parser of `max-lr`."
-    does = (
-        "find the largest learning rate at which formats still train, by bisection; a killed "
-        "search goes on"
-    )
-    search = _command(commands, "max-lr", does)
-    search.add_argument("formats", metavar="FORMAT", nargs="+",
-                        help="8-bit formats, or all for the eight of them")
-    search.add_argument("--rule", default="adamw", help="update rule (default: adamw)")
-    search.add_argument("--power", type=float, default=0.0,
-                        help="of the stiffness, for stiffness_adamw (default: 0)")
-    search.add_argument("--storage", default="grid_stochastic",
-                        help="of the weights (default: grid_stochastic)")
-    search.add_argument("--guess", type=float, metavar="LR",
-                        help="learning rate to begin at (default: a usual one of the rule)")
-    search.add_argument("--on", default="eurlex", metavar="LABEL",
-                        help="text that is learnt (default: eurlex)")
-    search.add_argument("--out", required=True, metavar="DIR",
-                        help="folder of the ledger; several searches may share one")
-    search.add_argument("--workers", type=int, default=1, metavar="N",
-                        help="processes of one thread each (default: 1)")
-    _add_accept(search)
-    _add_corpus(search)
+    does = ("find the largest learning rate at which formats still train, by bisection; "
+            "a killed search goes on")
+    p = _command(commands, "max-lr", does)
+    p.add_argument("formats", metavar="FORMAT", nargs="+",
+                   help="8-bit formats, or all for the eight of them")
+    p.add_argument("--rule", default="adamw", help="update rule (default: adamw)")
+    p.add_argument("--power", type=float, default=0.0,
+                   help="of the stiffness, for stiffness_adamw (default: 0)")
+    p.add_argument("--storage", default="grid_stochastic",
+                   help="of the weights (default: grid_stochastic)")
+    p.add_argument("--guess", type=float, metavar="LR",
+                   help="learning rate to begin at (default: a usual one of the rule)")
+    p.add_argument("--on", default="eurlex", metavar="LABEL",
+                   help="text that is learnt (default: eurlex)")
+    p.add_argument("--out", required=True, metavar="DIR",
+                   help="folder of the ledger; several searches may share one")
+    p.add_argument("--workers", type=int, default=1, metavar="N",
+                   help="processes of one thread each (default: 1)")
+    _add_accept(p)
+    _add_corpus(p)
 
 # %% ../nbs/cli.ipynb #a15f66cc
-def _add_readers(commands: Any) -> None:
-    "The parsers of `watch`, `autopsy`, `explore`, `workspace` and `formats`."
-    p = _command(
-        commands, "watch",
-        "follow a run, or a sweep's ledger, in the terminal, or all runs of a folder on a page",
-    )
+def _add_watch(commands: Any) -> None:
+    "The parsers of `watch` and `autopsy`."
+    does = "follow a run, or a sweep's ledger, in the terminal, or all runs of a folder on a page"
+    p = _command(commands, "watch", does)
     p.add_argument("run", metavar="RUN",
                    help="a run's folder, or that of a ledger; with --page also a folder of runs")
     p.add_argument("--once", action="store_true",
                    help="show it once, as where the output is no terminal")
     p.add_argument("--page", action="store_true",
                    help="write RUN/watch.html instead, and renew it while runs go on")
-    does = (
-        "say what went wrong in a run: what left its range first, where, and how long before "
-        "the loss showed it"
-    )
+    does = ("say what went wrong in a run: what left its range first, where, "
+            "and how long before the loss showed it")
     p = _command(commands, "autopsy", does)
     p.add_argument("run", metavar="RUN", help="a run's folder")
-    p.add_argument(
-        "--against", metavar="RUN",
-        help="a healthy run (default: the bfloat16 run beside it with the same text and steps)",
-    )
+    p.add_argument("--against", metavar="RUN",
+                   help="a healthy run (default: the bfloat16 run beside it with the same text "
+                        "and steps)")
+
+# %% ../nbs/cli.ipynb #c11a0001
+def _add_readers(commands: Any) -> None:
+    "The parsers of `explore`, `workspace` and `formats`."
     p = _command(commands, "explore", "open the explorer of formats in JupyterLab")
     p.add_argument("--no-browser", action="store_true",
                    help="open no browser; the address is printed")
@@ -322,6 +308,30 @@ def _add_readers(commands: Any) -> None:
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 # %% ../nbs/cli.ipynb #83bcd609
+def _add_training(commands: Any) -> None:
+    "The parsers of `train` and `compare`."
+    train = _command(commands, "train", "train one config", _CONFIGS + _LEAVES, more=settings_text)
+    train.add_argument("config", metavar="CONFIG",
+                       help="a YAML file, or the name of a packaged config; "
+                            "settings may follow: CONFIG:KEY=VALUE,...")
+    does = "train several configs that differ in one thing, and compare them"
+    compare = _command(commands, "compare", does, _CONFIGS + _SEEDS)
+    compare.add_argument("config", metavar="CONFIG", nargs="+",
+                         help="as for altgrad train; settings of one arm may follow: "
+                              "CONFIG:KEY=VALUE,...")
+    compare.add_argument("--seeds", type=int, default=1, metavar="N",
+                         help="runs of each arm, with N seeds from the config's on (default: 1)")
+    for p in (train, compare):
+        p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append",
+                       type=_setting, default=[], help="change a setting; may be repeated")
+        p.add_argument("--out", default="runs", metavar="DIR",
+                       help="folder that gets one folder a run (default: runs)")
+        p.add_argument("--wandb", choices=("offline", "online", "off"), default="offline",
+                       help="mirror of the metrics (default: offline)")
+        p.add_argument("--json", action="store_true",
+                       help="print JSON instead of tables, and no progress")
+
+# %% ../nbs/cli.ipynb #c11a0002
 def make_parser() -> argparse.ArgumentParser:
     "Make the parser of the `altgrad` command."
     parser = _OneLineParser(
@@ -330,37 +340,21 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=_examples("formats", "train", "compare", "watch") + _EXITS,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    train = _command(commands, "train", "train one config", _CONFIGS + _LEAVES, more=settings_text)
-    train.add_argument(
-        "config", metavar="CONFIG",
-        help="a YAML file, or the name of a packaged config; settings may follow: "
-             "CONFIG:KEY=VALUE,...",
-    )
-    compare = _command(commands, "compare",
-                       "train several configs that differ in one thing, and compare them",
-                       _CONFIGS + _SEEDS)
-    compare.add_argument(
-        "config", metavar="CONFIG", nargs="+",
-        help="as for altgrad train; settings of one arm may follow: CONFIG:KEY=VALUE,...",
-    )
-    compare.add_argument("--seeds", type=int, default=1, metavar="N",
-                         help="runs of each arm, with N seeds from the config's on (default: 1)")
-    for p in (train, compare):
-        p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append", type=_setting,
-                       default=[],
-                       help="change a setting; may be repeated")
-        p.add_argument("--out", default="runs", metavar="DIR",
-                       help="folder that gets one folder a run (default: runs)")
-        p.add_argument("--wandb", choices=("offline", "online", "off"), default="offline",
-                       help="mirror of the metrics (default: offline)")
-        p.add_argument("--json", action="store_true",
-                       help="print JSON instead of tables, and no progress")
+    _add_training(commands)
     _add_sweep(commands)
+    _add_replay(commands)
     _add_search(commands)
+    _add_watch(commands)
     _add_readers(commands)
     return parser
 
 # %% ../nbs/cli.ipynb #79096bf2
+_DERIVED = (
+    "spec", "bits", "max", "min", "min_normal", "min_subnormal", "min_spacing", "max_exponent",
+    "min_exponent", "eps", "dynamic_range_octaves", "n_values", "code_max", "code_min",
+    "code_minus_zero", "code_inf", "code_nan",
+)
+
 def format_facts(
     name: str,  # a format's name or spec
     codes: bool = False,  # whether to add the values in code order, as numbers or "nan", "inf", "-inf"
@@ -371,20 +365,10 @@ def format_facts(
     from altgrad.numbers.formats import get_format
 
     fmt = get_format(name)
-    derived = ("spec", "bits", "max", "min", "min_normal", "min_subnormal", "min_spacing",
-               "max_exponent", "min_exponent", "eps",
-               "dynamic_range_octaves", "n_values", "code_max", "code_min", "code_minus_zero",
-               "code_inf", "code_nan")
-    facts = (
-        asdict(fmt)
-        | {key: getattr(fmt, key) for key in derived}
-        | {"finite": int(fmt.values.isfinite().sum())}
-    )
-    return (
-        facts | {"values": [v if math.isfinite(v) else str(v) for v in fmt.values.tolist()]}
-        if codes
-        else facts
-    )
+    facts = asdict(fmt) | {key: getattr(fmt, key) for key in _DERIVED}
+    facts["finite"] = int(fmt.values.isfinite().sum())
+    if codes: facts["values"] = [v if math.isfinite(v) else str(v) for v in fmt.values.tolist()]
+    return facts
 
 # %% ../nbs/cli.ipynb #83dbaeda
 def _formats(args: argparse.Namespace) -> int:
@@ -393,12 +377,11 @@ def _formats(args: argparse.Namespace) -> int:
     from altgrad.numbers.formats import FORMATS, get_format
 
     if args.codes and args.name is None:
-        raise InputError(
-            "--codes shows the codes of one format; name it, as in altgrad formats E4M3 --codes"
-        )
+        example = "altgrad formats E4M3 --codes"
+        raise InputError(f"--codes shows the codes of one format; name it, as in {example}")
     if args.json:
-        facts = [format_facts(name, args.codes)
-                 for name in (FORMATS if args.name is None else [args.name])]
+        names = FORMATS if args.name is None else [args.name]
+        facts = [format_facts(name, args.codes) for name in names]
         print(json.dumps(facts if args.name is None else facts[0]), flush=True)
     elif args.name is not None: print(get_format(args.name).card(args.codes), flush=True)
     else: _list_formats()
@@ -421,8 +404,8 @@ def _list_formats() -> None:
     from altgrad.numbers.formats import EIGHT_BIT, FORMATS
 
     columns = ("name", "spec", "bits", "max", "min_normal", "min_subnormal", "n_values")
-    table = Table(*(key.removeprefix("n_").replace("_", "\n") for key in columns), box=SIMPLE_HEAD,
-                  show_edge=False, pad_edge=False, padding=0)
+    heads = [key.removeprefix("n_").replace("_", "\n") for key in columns]
+    table = Table(*heads, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
     for name, fmt in FORMATS.items():
         cells = (getattr(fmt, key) for key in columns)
         table.add_row(*map(_cell_text, cells), end_section=name == EIGHT_BIT[-1])
@@ -438,18 +421,16 @@ def _train(args: argparse.Namespace) -> int:
     from altgrad.model.parallel import agree, rank
     from altgrad.training.trainer import Trainer, succeeded
 
-    trainer = Trainer(agree(find_config, args.config, dict(args.changes)), args.out,
-                      mirror=args.wandb)
+    config = agree(find_config, args.config, dict(args.changes))
+    trainer = Trainer(config, args.out, mirror=args.wandb)
     if rank() == 0: _announce(args, [trainer])
     record = trainer.run(progress=not args.json)
     if rank() > 0: return 0 if succeeded(record) else 1  # process 0 speaks for all
     figure = _draw_run(trainer.folder.path)
     if args.json: print(json.dumps(record))
     else:
-        print(
-            f"{record['exit_reason']}: validation {_outcome(record['results'])}; see "
-            f"{trainer.folder.path}"
-        )
+        outcome = _outcome(record["results"])
+        print(f"{record['exit_reason']}: validation {outcome}; see {trainer.folder.path}")
         print(f"figure: {figure}")
     return 0 if succeeded(record) else 1
 
@@ -476,6 +457,7 @@ def _outcome(results: dict) -> str:
 def _announce(args: argparse.Namespace, trainers: list) -> None:
     """Says what is about to happen: on what and where, in which precision,
     how many steps, and what is there already."""
+    from altgrad.basics import tell
     from altgrad.training.trainer import is_finished
 
     if args.json: return
@@ -484,17 +466,13 @@ def _announce(args: argparse.Namespace, trainers: list) -> None:
     work = f"{c.max_steps} steps of {c.batch_size * c.grad_accum} x {c.block_size} tokens"
     if len(trainers) > 1: work = f"{len(trainers)} runs of {work}"
     where = f"{t.compute.device}, {t.compute.products} products"
-    _tell(f"{c.model} on {c.data} ({tokens}): {work}; {where}; into {args.out}")
+    tell(f"{c.model} on {c.data} ({tokens}): {work}; {where}; into {args.out}")
     for t in trainers:
         record, entries = t.folder.record(), t.folder.checkpoints.entries()
         if not record.get("exit_reason"): continue
         now = "going on" if entries else "beginning again (there was no checkpoint yet)"
-        _tell(
-            f"{t.config.name}: {record['exit_reason']} before, "
-            f"{'re-used' if is_finished(record) else now}"
-        )
-
-def _tell(text: str) -> None: print(text, file=sys.stderr, flush=True)
+        if is_finished(record): now = "re-used"
+        tell(f"{t.config.name}: {record['exit_reason']} before, {now}")
 
 # %% ../nbs/cli.ipynb #02f36443
 def _compare(args: argparse.Namespace) -> int:
@@ -516,50 +494,54 @@ def _compare(args: argparse.Namespace) -> int:
     result = compare(configs, args.out, not args.json, announce=announce, seeds=args.seeds)
     figure = Path(args.out) / "comparison.png"
     save_figure(plot_comparison(result), figure)
-    facts = {"seeds": result.seeds, "about_gaps": gap_line(result), "figure": str(figure),
-             "folder": str(args.out),
-             "unigram_entropy": result.unigram_entropy, "bigram_entropy": result.bigram_entropy}
-    if args.json: print(json.dumps({"rows": result.rows(), **facts}))
+    if args.json:
+        facts = {"seeds": result.seeds, "about_gaps": gap_line(result),
+                 "figure": str(figure), "folder": str(args.out),
+                 "unigram_entropy": result.unigram_entropy,
+                 "bigram_entropy": result.bigram_entropy}
+        print(json.dumps({"rows": result.rows(), **facts}))
     else:
         console = Console() if sys.stdout.isatty() else Console(width=120)
         console.print(comparison_table(result, console.width))
         lines = [gap_line(result), *notes(result), f"figure: {figure}", f"folder: {args.out}"]
         print("\n".join(line for line in lines if line))
-    return (
-        0 if all(succeeded(run["record"]) for arm in result.arms for run in result.runs(arm)) else 1
-    )
+    runs = chain.from_iterable(map(result.runs, result.arms))
+    return 0 if all(succeeded(run["record"]) for run in runs) else 1
 
 # %% ../nbs/cli.ipynb #4e101c44
-def _sweep(args: argparse.Namespace) -> int:
-    "`altgrad sweep MATRIX`"
-    from altgrad.basics import read_small
+def _check_sweep(args: argparse.Namespace) -> None:
+    "InputError for options that exclude one another."
     from altgrad.basics import InputError
-    from altgrad.evidence.instrument import Bench
-    from altgrad.evidence.sweep import Sweep, compact, describe, read_matrix
 
     if args.workers is not None and args.workers < 1:
         raise InputError(f"--workers must be at least 1, not {args.workers}")
     if args.executor != "ray" and (args.ray_address or args.ray_gpus):
         raise InputError("--ray-address and --ray-gpus need --executor ray")
     if args.executor == "ray" and args.workers:
-        raise InputError(
-            "--workers is not for --executor ray; a Ray cluster has as many as it has CPUs"
-        )
+        has = "a Ray cluster has as many as it has CPUs"
+        raise InputError(f"--workers is not for --executor ray; {has}")
     if args.replicas is not None and (args.executor != "batched" or args.replicas < 1):
         raise InputError("--replicas is at least 1, and for --executor batched")
-    workers = args.workers or 1
-    sweep = Sweep(read_matrix(read_small(args.matrix)), args.out,
-                  Bench(args.checkpoints, dict(args.corpus)), args.accept)
+
+def _sweep(args: argparse.Namespace) -> int:
+    "`altgrad sweep MATRIX`"
+    from altgrad.basics import read_small, tell
+    from altgrad.evidence.instrument import Bench
+    from altgrad.evidence.sweep import Sweep, compact, describe, read_matrix
+
+    _check_sweep(args)
+    workers, bench = args.workers or 1, Bench(args.checkpoints, dict(args.corpus))
+    sweep = Sweep(read_matrix(read_small(args.matrix)), args.out, bench, args.accept)
     pool = _pool(args, sweep)
     sweep.build()
     if args.dry_run:
         print("\n".join(describe(sweep, workers)))
         return 0
-    print(describe(sweep, workers)[-1], file=sys.stderr)
+    tell(describe(sweep, workers)[-1])
     failed = sweep.run(workers, pool=pool)
     compact(sweep.ledger.rows(), Path(args.out) / "ledger.parquet")
-    print(f"{len(sweep.rows) - failed} runs in {sweep.ledger.path}"
-          + (f"; {failed} failed, and will be tried again by the next sweep" if failed else ""))
+    again = f"; {failed} failed, and will be tried again by the next sweep" if failed else ""
+    print(f"{len(sweep.rows) - failed} runs in {sweep.ledger.path}{again}")
     return 1 if failed else 0
 
 # %% ../nbs/cli.ipynb #b8247169
@@ -572,8 +554,9 @@ def _pool(args: argparse.Namespace, sweep: Any) -> Any:
         from altgrad.evidence.replicas import Batches
 
         b, device = sweep.bench, "cuda" if torch.cuda.is_available() else "cpu"
-        return Batches((b.folder, b.data, b.task, b.cache),
-                       args.replicas or {"cpu": 8, "cuda": 128}[device], args.workers or 1, device)
+        replicas = args.replicas or {"cpu": 8, "cuda": 128}[device]
+        where = (b.folder, b.data, b.task, b.cache)
+        return Batches(where, replicas, args.workers or 1, device)
     from altgrad.evidence.cluster import RayWorkers
 
     workers = RayWorkers(sweep, args.ray_address, gpus=args.ray_gpus)
@@ -590,21 +573,26 @@ def _max_lr(args: argparse.Namespace) -> int:
     from altgrad.geometry.catalogue import get_rule
 
     if args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
-    names = [n for name in args.formats for n in (EIGHT_BIT if name == "all" else [name])]
+    names = chain.from_iterable(EIGHT_BIT if name == "all" else [name] for name in args.formats)
     guess = get_rule(args.rule).guess if args.guess is None else args.guess
     shared = dict(storage=args.storage, rule=args.rule, power=args.power, lr=guess, corpus=args.on)
     arms = [Arm(format=name, **shared) for name in dict.fromkeys(names)]
-    search = StabilitySearch(arms, args.out, Bench(args.checkpoints, dict(args.corpus)),
-                             accept=args.accept)
+    bench = Bench(args.checkpoints, dict(args.corpus))
+    search = StabilitySearch(arms, args.out, bench, accept=args.accept)
     search.build()
     failed = search.run(args.workers)
-    def show(rate: float | None) -> str: return "-" if rate is None else f"{rate:g}"
-    print(f"{'format':<8} {'largest stable':>15} {'smallest unstable':>18}")
-    for r in search.found():
-        line = f"{r['format']:<8} {show(r['stable']):>15} {show(r['unstable']):>18}"
-        print(line if r["done"] else f"{line}  not done")
+    print("\n".join(_rate_lines(search.found())))
     if failed: print(f"{failed} runs failed, and will be tried again by the next search")
     return 1 if failed else 0
+
+def _rate_lines(found: list[dict[str, Any]]) -> list[str]:
+    "The rates of a search as a table."
+    def show(rate: float | None) -> str: return "-" if rate is None else f"{rate:g}"
+    lines = [f"{'format':<8} {'largest stable':>15} {'smallest unstable':>18}"]
+    for r in found:
+        line = f"{r['format']:<8} {show(r['stable']):>15} {show(r['unstable']):>18}"
+        lines.append(line if r["done"] else f"{line}  not done")
+    return lines
 
 # %% ../nbs/cli.ipynb #803199dc
 def _replay(args: argparse.Namespace) -> int:
@@ -635,11 +623,10 @@ def _watch_terminal(args: argparse.Namespace) -> None:
 def _keep_page(args: argparse.Namespace) -> None:
     from altgrad.views.page import keep_page, write_page
 
-    going_on = write_page(args.run)
-    print(f"page: {Path(args.run) / 'watch.html'}"
-          + (", renewed until the runs have ended" if going_on and not args.once else ""),
-          flush=True)
-    if going_on and not args.once: keep_page(args.run)
+    goes_on = write_page(args.run) and not args.once
+    until = ", renewed until the runs have ended" if goes_on else ""
+    print(f"page: {Path(args.run) / 'watch.html'}{until}", flush=True)
+    if goes_on: keep_page(args.run)
 
 # %% ../nbs/cli.ipynb #1b31f952
 def _autopsy(args: argparse.Namespace) -> int:
@@ -657,11 +644,13 @@ def _autopsy(args: argparse.Namespace) -> int:
 
 def _workspace(args: argparse.Namespace) -> int:
     "`altgrad workspace ENTITY/PROJECT`"
-    from altgrad.views.workspace import (
-        make_ledger_workspace, make_workspace, send_ledger, send_workspace
-    )
+    from altgrad.basics import tell
+    from altgrad.views.workspace import (make_ledger_workspace, make_workspace, send_ledger,
+                                         send_workspace)
 
-    if args.ledger: _tell(f"{send_ledger(args.ledger, args.project, Path('runs/wandb'))} runs sent")
+    if args.ledger:
+        sent = send_ledger(args.ledger, args.project, Path("runs/wandb"))
+        tell(f"{sent} runs sent")
     print(send_workspace(args.project, make_ledger_workspace if args.ledger else make_workspace))
     return 0
 
@@ -670,8 +659,7 @@ def explorer_notebook() -> dict[str, Any]:
     "Return a notebook that shows the explorer when it is opened and run."
     source = "from altgrad.views.explorer import explore\n\nexplore()"
     cell: dict[str, Any] = {"cell_type": "code", "execution_count": None, "id": "explore",
-                            "metadata": {}, "outputs": [],
-                            "source": source}
+                            "metadata": {}, "outputs": [], "source": source}
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     return {"cells": [cell], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
 
@@ -680,16 +668,15 @@ def _explore(args: argparse.Namespace) -> int:
     import importlib.util
     import subprocess
 
-    from altgrad.basics import InputError, write_atomic
+    from altgrad.basics import InputError, tell, write_atomic
 
     for package, extra in (("jupyterlab", "dev"), ("ipywidgets", "explore")):
         if importlib.util.find_spec(package) is None:
-            raise InputError(
-                f"altgrad explore needs the package {package} (pip install 'altgrad[{extra}]')"
-            )
+            install = f"pip install 'altgrad[{extra}]'"
+            raise InputError(f"altgrad explore needs the package {package} ({install})")
     if not Path(args.out).exists():
         write_atomic(args.out, json.dumps(explorer_notebook(), indent=1))
-    _tell(f"opening {args.out} in JupyterLab; run its cell (Shift+Enter), Ctrl-C here ends it")
+    tell(f"opening {args.out} in JupyterLab; run its cell (Shift+Enter), Ctrl-C here ends it")
     flags = ["--no-browser"] if args.no_browser else []
     process = subprocess.Popen([sys.executable, "-m", "jupyterlab", args.out, *flags])
     try: return process.wait()
@@ -719,10 +706,8 @@ def _join(args: argparse.Namespace) -> None:
 # %% ../nbs/cli.ipynb #6ab7d5a3
 def _speaks() -> bool:
     "Whether this process prints what all of them have to say."
-    return (
-        "altgrad.model.parallel" not in sys.modules
-        or sys.modules["altgrad.model.parallel"].rank() == 0
-    )
+    parallel = sys.modules.get("altgrad.model.parallel")  # if not loaded, there is one process
+    return parallel is None or parallel.rank() == 0
 
 def _refuse_empty(args: argparse.Namespace) -> None:
     """InputError for an argument that is empty text,
@@ -734,15 +719,16 @@ def _refuse_empty(args: argparse.Namespace) -> None:
             raise InputError(f"the argument {name!r} is empty")
 
 # %% ../nbs/cli.ipynb #7f8fdd19
-_COMMANDS = {"train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep,
-             "replay": _replay, "max-lr": _max_lr,
-             "watch": _watch, "autopsy": _autopsy, "explore": _explore, "workspace": _workspace}
+_COMMANDS = {
+    "train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay,
+    "max-lr": _max_lr, "watch": _watch, "autopsy": _autopsy, "explore": _explore,
+    "workspace": _workspace,
+}
 
 def _run(args: argparse.Namespace) -> int:
     """Runs the command; one line and exit code 2 where the request is wrong,
     1 where the disk is full."""
-    from altgrad.basics import WriteError
-    from altgrad.basics import InputError
+    from altgrad.basics import InputError, WriteError
     from altgrad.model.parallel import ProcessLost
 
     try:
@@ -788,15 +774,13 @@ def main(
         try: return _run(make_parser().parse_args(argv))
         finally: sys.stdout.flush()
     except KeyboardInterrupt:
-        return (
-            _say("interrupted; the same command goes on from the last checkpoint", 130)
-            if _speaks()
-            else 130
-        )
+        if not _speaks(): return 130
+        return _say("interrupted; the same command goes on from the last checkpoint", 130)
     except BrokenPipeError:  # the reader has seen enough, as `head` has
         _drop(sys.stdout)
         return 0
     except OSError as e:
         _drop(sys.stdout)
-        return _say(f"cannot use {str(e.filename)[:150]!r}: {e.strerror}" if e.filename
-                    else f"the output or the system failed: {e.strerror or e}", 2)
+        fault = f"the output or the system failed: {e.strerror or e}"
+        if e.filename: fault = f"cannot use {str(e.filename)[:150]!r}: {e.strerror}"
+        return _say(fault, 2)

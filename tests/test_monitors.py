@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import altgrad.numbers.kernels as K
 from altgrad.numbers.formats import EIGHT_BIT, FORMATS
+from altgrad.numbers.quantize import fake_quantize
 from altgrad.geometry.storage import grid_storages, store_on_grid
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
@@ -17,7 +18,7 @@ from altgrad.model.surgery import quantize_model, round_weight_gradients
 from altgrad.watching.metrics import METRICS
 from altgrad.watching.sums import Parcel, round_and_sum, rounding_sums
 from altgrad.watching.points import point_metrics
-from altgrad.watching.updates import UpdateCounts, update_sums
+from altgrad.watching.updates import UpdateCounts, UpdateSums, update_sums
 from altgrad.watching.monitors import GradientCounts, Monitors
 from altgrad.watching.series import read_series
 from altgrad.watching.shadow import Shadow, shadow_metrics
@@ -236,3 +237,17 @@ def test_noise_alone_rarely_rings_and_divergence_does():
     assert len(alerts) == 1
     assert alerts[0].metric == "loss_rise"
     assert 200 < alerts[0].step < 260
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E7M0", "binary8p1", "float8_e4m3b11fnuz"])
+def test_flips_are_counted_where_weights_lie_between_two_codes(name):
+    # between two codes, and at zeros of both signs, formats differ: ties to the even code, no -0
+    fmt = FORMATS[name]
+    values = fmt.values[fmt.values.isfinite()].unique().float()
+    between = (values[1:] + values[:-1]) / 2
+    pool = torch.cat([values, between, -between, torch.tensor([0.0, -0.0])])
+    drawn = torch.randint(len(pool), (2, 64, 64), generator=torch.Generator().manual_seed(0))
+    before, after = pool[drawn]
+    counted = UpdateSums(*update_sums(before, after, torch.ones(()), torch.ones(()), fmt).tolist())
+    codes = [fake_quantize(w, fmt).view(torch.int32) for w in (before, after)]
+    assert counted.flips == ((codes[0] != codes[1]) & (before != after)).sum()

@@ -17,7 +17,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -37,7 +36,7 @@ from rich.progress import (
 )
 
 from ..basics import (InputError, html_card, is_number, one_line, parse_json, parse_yaml,
-                            svg_bars, unknown)
+                            svg_bars, tell, unknown)
 from ..training.data import ARCHIVE
 from ..training.tracking import check_place, git_commit, machine, read_line, versions
 from .instrument import (MOST_POWER, SPLITS, VERSION, Arm, Bench, Task,
@@ -651,7 +650,7 @@ def _progress(title: str, total: int, visible: bool = True) -> Iterator[Callable
                     f"{title}: {count}/{total} runs, about {_clock(left)} left in this stage; "
                     f"{note}"
                 )
-                print(text, file=sys.stderr, flush=True)
+                tell(text)
         yield step
 
 # %% ../../nbs/evidence/01_sweep.ipynb #f51af2f0
@@ -728,9 +727,8 @@ class Sweep:
         self.check()
         for name in self.matrix.checkpoints:
             if self.bench.file(name).is_file(): continue
-            print(f"building checkpoint {name}", file=sys.stderr, flush=True)
-            build_checkpoint(self.bench, name,
-                             lambda step: print(f"  step {step}", file=sys.stderr, flush=True))
+            tell(f"building checkpoint {name}")
+            build_checkpoint(self.bench, name, lambda step: tell(f"  step {step}"))
 
     def run(self, workers: int = 1, progress: bool = True, pool: Any = None) -> int:
         """Make every run that is missing, stage after stage, here or in another pool;

@@ -32,9 +32,8 @@ class GPTConfig:
     def __post_init__(self):
         sizes = (self.n_layer, self.n_head, self.n_embd, self.block_size, self.vocab_size)
         if min(sizes) < 1:
-            raise InputError(
-                "n_layer, n_head, n_embd, block_size and vocab_size must be at least 1"
-            )
+            names = "n_layer, n_head, n_embd, block_size and vocab_size"
+            raise InputError(f"{names} must be at least 1")
         if self.n_embd % self.n_head:
             raise InputError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
         if not 0 <= self.dropout < 1:
@@ -52,15 +51,15 @@ class Attention(nn.Module):
         self.probe: Callable | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
+        q, k, v = map(self._by_head, self.qkv(x).chunk(3, dim=-1))
         if self.probe is not None: self.probe(q.detach(), k.detach())
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
-        )
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
         return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        "[B, T, C] as [B, heads, T, C / heads]."
+        return x.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
 
 # %% ../../nbs/model/00_gpt.ipynb #9402b1ce
 class MLP(nn.Module):
@@ -197,14 +196,17 @@ def label_scores(
 
     scores, true = logits.double().cpu().numpy(), targets.cpu().numpy() > 0.5
     mixed = true.any(0) & ~true.all(0)
-    area = lambda of: (
-        float(of(true[:, mixed], scores[:, mixed], average="macro")) if mixed.any() else None
-    )
-    f1 = {
-        f"{how}_f1": float(f1_score(true, scores > 0, average=how, zero_division=0))
-        for how in ("micro", "macro")
+    def f1(average: str) -> float:
+        return float(f1_score(true, scores > 0, average=average, zero_division=0))
+
+    def area(of: Callable) -> float | None:
+        if not mixed.any(): return None
+        return float(of(true[:, mixed], scores[:, mixed], average="macro"))
+
+    return {
+        "micro_f1": f1("micro"), "macro_f1": f1("macro"),
+        "roc_auc": area(roc_auc_score), "pr_auc": area(average_precision_score),
     }
-    return {**f1, "roc_auc": area(roc_auc_score), "pr_auc": area(average_precision_score)}
 
 # %% ../../nbs/model/00_gpt.ipynb #f945b5ee
 PRESETS = {

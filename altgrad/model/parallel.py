@@ -25,19 +25,15 @@ TIMEOUT = timedelta(minutes=5)  # how long a process waits for another
 
 def join() -> None:
     "Joins the processes that torchrun started; nothing where it did not, or started one."
-    if (
-        dist.is_initialized()
-        or not all(key in os.environ for key in _TOLD)
-        or os.environ["WORLD_SIZE"] == "1"
-    ):
-        return
+    started = all(key in os.environ for key in _TOLD)
+    if dist.is_initialized() or not started or os.environ["WORLD_SIZE"] == "1": return
     import torch.distributed.nn  # noqa: F401 (its functions keep the group that exists when it is loaded as their default, and with it the group's threads)
 
-    if torch.cuda.is_available(): torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    with _others():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT
-        )
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "cpu:gloo,cuda:nccl"
+    with _others(): dist.init_process_group(backend, timeout=TIMEOUT)
     atexit.register(_leave)
 
 # %% ../../nbs/model/01_parallel.ipynb #39151b5d
@@ -65,10 +61,9 @@ def _others() -> Iterator[None]:
     except RuntimeError as e:
         # they hold the group, and so its threads, as long as somebody holds the error
         traceback.clear_frames(e.__traceback__)
-        raise ProcessLost(
-            f"process {rank()} of {world()} has lost another one: it has ended, or did not answer "
-            f"for {TIMEOUT.total_seconds():g} s"
-        ) from e
+        why = f"it has ended, or did not answer for {TIMEOUT.total_seconds():g} s"
+        lost = f"process {rank()} of {world()} has lost another one: {why}"
+        raise ProcessLost(lost) from e
 
 # %% ../../nbs/model/01_parallel.ipynb #ae7c8bc2
 def part(
@@ -91,12 +86,8 @@ def largest(
 ) -> Tensor:
     "The elementwise maximum over processes; what is NaN in one of them is infinite in all."
     if world() == 1: return x
-    top = (
-        x
-        .detach()
-        .to(torch.promote_types(x.dtype, torch.float32))
-        .nan_to_num(torch.inf, torch.inf, -torch.inf)
-    )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    top = x.detach().to(wide).nan_to_num(torch.inf, torch.inf, -torch.inf)
     with _others(): dist.all_reduce(top, dist.ReduceOp.MAX)
     return top.to(x.dtype)
 
@@ -125,9 +116,8 @@ def agree(
     results = [_taken(told) for told in found]
     for other in results:
         if other != results[0]:
-            raise InputError(
-                f"the processes do not agree: {results[0]!r} in one and {other!r} in another"
-            )
+            differ = f"{results[0]!r} in one and {other!r} in another"
+            raise InputError(f"the processes do not agree: {differ}")
     return results[0]
 
 def _tried(f: Callable, *args) -> tuple[Any, InputError | None]:

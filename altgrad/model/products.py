@@ -100,11 +100,8 @@ class _Product(torch.autograd.Function):
         (x, w), narrow = ctx.saved_tensors, ctx.gradient_too
         rows = g.reshape(-1, g.shape[-1])
         gx = _multiply(rows, w, narrow).view(x.shape) if ctx.needs_input_grad[0] else None
-        gw = (
-            _multiply(rows.T, x.reshape(-1, x.shape[-1]), narrow)
-            if ctx.needs_input_grad[1]
-            else None
-        )
+        gw = None
+        if ctx.needs_input_grad[1]: gw = _multiply(rows.T, x.reshape(-1, x.shape[-1]), narrow)
         return gx, gw, None
 
 # %% ../../nbs/model/03_products.ipynb #b48fa61e

@@ -86,9 +86,8 @@ def _decide(
 ) -> _Decision:
     "What is to become of one layer, by the first rule that matches one of its names."
     if type(module) not in CLASSES:
-        return _Decision(
-            names, module, {}, f"a {type(module).__name__}, not a plain Linear or Conv2d"
-        )
+        why = f"a {type(module).__name__}, not a plain Linear or Conv2d"
+        return _Decision(names, module, {}, why)
     if any(_matches(name, pattern) for name in names for pattern in skip):
         return _Decision(names, module, {}, "skipped")
     for rule in config.rules:
@@ -191,9 +190,8 @@ def _manifold_parameters(
             raise InputError(f"{name}: on a manifold a weight is float32 or float64, not {w.dtype}")
         scale = compute_scale(w.detach().abs().amax(), fmt)
         m = FP8Manifold(fmt, **{"scale": scale, **options})
-        made.setdefault(
-            id(w), ManifoldParameter(w.detach(), manifold=m, requires_grad=w.requires_grad)
-        )
+        parameter = ManifoldParameter(w.detach(), manifold=m, requires_grad=w.requires_grad)
+        made.setdefault(id(w), parameter)
     return made
 
 # %% ../../nbs/model/04_surgery.ipynb #09b461fb
@@ -255,9 +253,8 @@ def _refuse_tied_gradient(model: nn.Module, d: _Decision) -> None:
     "InputError for a weight's gradient that is to be rounded and is not of one layer alone."
     if "weight_gradient" not in d.points: return
     w = d.module.weight
-    holders = [
-        name for name, m in model.named_modules() if any(p is w for p in m._parameters.values())
-    ]
+    def holds(m: nn.Module) -> bool: return any(p is w for p in m._parameters.values())
+    holders = [name for name, m in model.named_modules() if holds(m)]
     if len(holders) > 1:
         raise InputError(f"{d.names[0]}.weight is shared by {' and '.join(holders)}: "
                          "its gradient cannot be rounded for one of them")

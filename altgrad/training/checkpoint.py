@@ -15,11 +15,11 @@ import os
 import pickle
 import random
 import re
-import sys
 import warnings
 from contextlib import suppress
 from copy import copy
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from ..basics import (LARGEST_RECORD, InputError, WriteError, is_number, make_folder,
-                            parse_json, read_small, remove_leftovers, write_atomic)
+                            parse_json, read_small, remove_leftovers, tell, write_atomic)
 from ..numbers.formats import FP8Format
 from ..geometry.storage import load_plain_state, plain_state
 from ..model.surgery import load_points_state, points_state
@@ -119,11 +119,8 @@ def _restore_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
 # %% ../../nbs/training/01_checkpoint.ipynb #c1a0e002
 def _kind(value: Any) -> str:
     "The type of a value; of a tensor its dtype and shape."
-    return (
-        f"{value.dtype} {list(value.shape)}"
-        if isinstance(value, torch.Tensor)
-        else type(value).__name__
-    )
+    if isinstance(value, torch.Tensor): return f"{value.dtype} {list(value.shape)}"
+    return type(value).__name__
 
 def _check_weights(model: nn.Module, saved: dict[str, Any]) -> None:
     "ValueError unless the saved weights have the names, dtypes and shapes of the model's."
@@ -250,8 +247,6 @@ MAX_ANOMALIES = 3  # the first of a run: later ones tell less
 
 def _sha256(data: bytes) -> str: return hashlib.sha256(data).hexdigest()
 
-def _say(text: str) -> None: print(text, file=sys.stderr, flush=True)
-
 def kept(
     entries: list[dict[str, Any]],  # of a manifest, in order of steps
 ) -> list[dict[str, Any]]:
@@ -290,8 +285,8 @@ class Checkpoints:
 
     def _listed(self) -> list[dict[str, Any]] | None:
         try:
-            return sorted(map(_entry, parse_json(read_small(self.manifest, LARGEST_RECORD))),
-                          key=lambda e: e["step"])
+            listed = parse_json(read_small(self.manifest, LARGEST_RECORD))
+            return sorted(map(_entry, listed), key=itemgetter("step"))
         except (ValueError, TypeError, KeyError): return None
 
     def rewind(
@@ -300,8 +295,8 @@ class Checkpoints:
     ) -> None:
         "Forgets what was saved after a step."
         if self.folder.is_dir():
-            self._list([e for e in self.entries() if e["step"] <= step
-                        and (self.folder / e["file"]).is_file()])
+            before = [e for e in self.entries() if e["step"] <= step]
+            self._list([e for e in before if (self.folder / e["file"]).is_file()])
 
     def _list(self, entries: list[dict[str, Any]]) -> None:
         "Writes the manifest, then removes every checkpoint that is not in it."
@@ -321,14 +316,15 @@ class Checkpoints:
         """Write a checkpoint, read it back, list it, remove what is no longer needed;
         WriteError leaves all as it was."""
         path = self.folder / f"{'anomaly' if anomaly else 'step'}-{step:08d}.pt"
+        if val_loss is not None and not math.isfinite(val_loss): val_loss = None
         new = {"file": path.name, "step": step, "sha256": _sha256(data), "anomaly": anomaly,
-               "val_loss": val_loss if val_loss is not None and math.isfinite(val_loss) else None}
+               "val_loss": val_loss}
         make_folder(self.folder)
         write_atomic(path, data)
         if path.read_bytes() != data:
             raise WriteError(f"{path} reads back other than it was written: is the disk failing?")
-        self._list(kept(sorted([e for e in self.entries() if e["file"] != new["file"]] + [new],
-                               key=lambda e: e["step"])))
+        others = [e for e in self.entries() if e["file"] != new["file"]]
+        self._list(kept(sorted([*others, new], key=itemgetter("step"))))
 
     def newest(
         self,
@@ -337,20 +333,16 @@ class Checkpoints:
         """The last whole checkpoint; one that is damaged, or later than `at_most`,
         is named in one line and put aside."""
         if self.manifest.is_file() and self._listed() is None:
-            _say(f"{self.manifest} is damaged: the checkpoints are taken by their names")
+            tell(f"{self.manifest} is damaged: the checkpoints are taken by their names")
         left = [e for e in self.entries() if not e["anomaly"]]
         while left:
             entry = left.pop()
             path = self.folder / entry["file"]
-            late = (
-                f"later than step {at_most}, to which all is whole"
-                if entry["step"] > at_most
-                else ""
-            )
-            fault, data = (late, b"") if late else _inspect(path, entry["sha256"])
+            fault, data = _inspect(path, entry["sha256"])
+            if entry["step"] > at_most: fault = f"later than step {at_most}, to which all is whole"
             if not fault: return entry, data
-            _say(f"checkpoint {path} is {fault}: "
-                 + (f"{left[-1]['file']} is next" if left else "the run begins again"))
+            then = f"{left[-1]['file']} is next" if left else "the run begins again"
+            tell(f"checkpoint {path} is {fault}: {then}")
             with suppress(OSError): os.replace(path, path.with_suffix(".aside"))
         return None
 

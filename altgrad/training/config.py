@@ -11,7 +11,7 @@ import inspect
 import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 import torch
 import yaml
@@ -23,7 +23,7 @@ from ..geometry.catalogue import (GEOMETRY, RULES, RuleSettings, build_rule, che
                                         get_rule)
 from ..geometry.optim import PLACEMENTS
 from ..geometry.storage import STORAGES
-from ..model.gpt import preset
+from ..model.gpt import PRESETS, preset
 from ..model.points import parse_rules, read_precision
 from ..watching.thresholds import Interventions
 
@@ -45,7 +45,7 @@ class TrainConfig:
     lr: float = 3e-3  # peak learning rate
     min_lr_ratio: float = 0.1  # final learning rate as a share of the peak
     warmup_steps: int = 40  # updates of linear warm-up
-    weight_decay: float = 0.1  # of matrices: lr times this per update, whatever rule_lr is; madam, stiffness_sgd: none
+    weight_decay: float = 0.1  # of matrices: lr times this per update, whatever rule_lr is
     beta1: float = 0.9  # decay of AdamW's first moment
     beta2: float = 0.95  # decay of AdamW's second moment
     grad_clip: float = 1.0  # largest global L2 norm of the gradient; 0 turns clipping off
@@ -54,11 +54,11 @@ class TrainConfig:
     eval_windows: int = 256  # validation sequences of block_size tokens, fixed
     checkpoint_every: int = 100  # updates between checkpoints
     # where the linear weights live, and what moves them
-    storage: str = "master"  # fp32 (not quantized), master, grid_nearest, grid_stochastic, grid_residual2/4/8 or bf16
-    rule: str = "adamw"  # adamw, stiffness_adamw, stiffness_sgd, riemannian_adamw, madam, grid_sgd or muon
+    storage: str = "master"  # how the linear weights are kept; under fp32 nothing is quantized
+    rule: str = "adamw"  # update rule of the linear weights
     rule_lr: float | None = None  # peak learning rate of the rule, in the rule's own unit; null takes lr
-    power: float = 1.0  # of the stiffness, for the stiffness rules
-    placement: str = "update"  # where the stiffness acts in stiffness_adamw: update or gradient
+    power: float = 1.0  # of the stiffness
+    placement: str = "update"  # where the stiffness acts
     damping: float = 0.0  # absolute floor of the stiffness, in units of the format
     floor_octaves: float | None = None  # floor of the stiffness below the tensor's largest, in octaves; null: none
     # chance and hardware
@@ -98,16 +98,26 @@ class Setting(NamedTuple):
     text: str  # what it means, in which unit, and what it may be
 
 _SETTING = re.compile(r"    (\w+): ([\w |]+) = (.+?)  # (.+)")
+_NAMES: dict[str, Iterable[str]] = {
+    "model": PRESETS, "storage": STORAGES, "rule": RULES, "placement": PLACEMENTS,
+}
+
+def _meaning(name: str, text: str) -> str:
+    "Add to a setting's comment the names that it may be, and the rules that read it."
+    if name in _NAMES: text += f"; one of {', '.join(_NAMES[name])}"
+    if name not in ("weight_decay", *GEOMETRY): return text
+    readers = [rule for rule, row in RULES.items() if name in row.reads.split()]
+    return f"{text}; read by {', '.join(readers)}"
 
 def describe_settings() -> list[Setting]:
-    "Return all settings in the order of `TrainConfig`, read from its source."
+    "Return all settings in the order of `TrainConfig`, read from its source and the catalogue."
     found, group = [], ""
     for line in inspect.getsource(TrainConfig).splitlines():
         if line.startswith("    # "): group = line.removeprefix("    # ")
         if not (m := _SETTING.fullmatch(line)): continue
         name, kind, _, text = m.groups()
         default = yaml.safe_dump(getattr(TrainConfig, name)).removesuffix("...\n").strip()
-        found.append(Setting(group, name, kind, default, text))
+        found.append(Setting(group, name, kind, default, _meaning(name, text)))
     return found
 
 # %% ../../nbs/training/03_config.ipynb #ede1ceee
@@ -170,16 +180,14 @@ def _check_value(c: TrainConfig, key: str) -> None:
         object.__setattr__(c, key, value)
     if type(value) not in types:
         allowed = " or ".join(t.__name__ for t in types)
-        raise InputError(
-            f"{key} must be {allowed}, not {_brief(value)}".replace("NoneType", "null")
-        )
+        said = f"{key} must be {allowed}, not {_brief(value)}"
+        raise InputError(said.replace("NoneType", "null"))
     if not isinstance(value, (int, float)): return
     high = _BELOW.get(key, _RANGE[type(value)])
     low = _AT_LEAST.get(key, -high)
     if not low <= value < high:
-        raise InputError(
-            f"{key} must be at least {low:g} and below {high:.4g}, not {_brief(value)}"
-        )
+        allowed = f"at least {low:g} and below {high:.4g}"
+        raise InputError(f"{key} must be {allowed}, not {_brief(value)}")
 
 # %% ../../nbs/training/03_config.ipynb #9a45036e
 def one_of(
@@ -196,10 +204,8 @@ def _check_config(c: TrainConfig) -> None:
     for f in fields(c): _check_value(c, f.name)
     tokens = c.batch_size * c.block_size
     if tokens > MAX_TOKENS:
-        raise InputError(
-            f"batch_size * block_size is {tokens:,} tokens, at most {MAX_TOKENS:,} are allowed; "
-            "grad_accum adds up more"
-        )
+        most = f"at most {MAX_TOKENS:,} are allowed; grad_accum adds up more"
+        raise InputError(f"batch_size * block_size is {tokens:,} tokens, {most}")
     odd = not c.name.isprintable() or set(c.name) & set("/\\") or c.name.startswith(".")
     if not c.name or odd or len(c.name.encode()) > 255:
         raise InputError(f"name {_brief(c.name)} cannot name a folder")
@@ -273,10 +279,8 @@ def _check_unread(c: TrainConfig) -> None:
     for key, value in given.items():
         if key in get_rule(c.rule).reads.split(): continue
         usual = "null" if _USUAL[key] is None else _USUAL[key]
-        raise InputError(
-            f"{key}={value} would change nothing: the rule {c.rule} does not read {key}; leave it "
-            f"at {usual}"
-        )
+        why = f"the rule {c.rule} does not read {key}; leave it at {usual}"
+        raise InputError(f"{key}={value} would change nothing: {why}")
     if not given: return  # making a rule loads a compiler
     build_rule(c.rule, [nn.Parameter(torch.ones(1, 1))], _settings(c, 1.0, 0.0))
 

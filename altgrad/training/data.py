@@ -26,9 +26,9 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -133,11 +133,9 @@ def _pour(
     "Hashes the two splits in one pass, and writes them on the way if there is a folder."
     digest, size = {s: hashlib.sha256() for s in SPLITS}, dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
-        files = (
-            {s: stack.enter_context(open(folder / f"{s}.bin", "wb")) for s in SPLITS}
-            if folder
-            else {}
-        )
+        files = {}
+        if folder:
+            files = {s: stack.enter_context(open(folder / f"{s}.bin", "wb")) for s in SPLITS}
         for split, piece in pieces:
             digest[split].update(piece)
             size[split] += len(piece)
@@ -242,11 +240,8 @@ def _json_rows(path: Path) -> Iterator[tuple[str, dict]]:
                     "a line"
                 ) from None
             if not isinstance(row, dict) or "text" not in row:
-                has = (
-                    one_line(", ".join(row), 200)
-                    if isinstance(row, dict)
-                    else f"a {type(row).__name__}"
-                )
+                has = f"a {type(row).__name__}"
+                if isinstance(row, dict): has = one_line(", ".join(row), 200)
                 raise InputError(
                     f"{where} has no column 'text', only: {has}; allowed: one object with a 'text' "
                     "a line"
@@ -411,15 +406,10 @@ def _load_splits(
             return datasets.load_dataset(folder or "coastalcph/lex_glue", name,
                                          split=["train", "validation"])
     except Exception as e:
-        fault = (
-            one_line(e, 200)
-            if here
-            else "the Hugging Face Hub does not answer and there is no copy in its cache"
-        )
-        raise InputError(
-            f"cannot load lex_glue/{name}: {fault}; allowed: a network, or lex_glue/{name}@<folder "
-            "with a local copy>"
-        ) from e
+        fault = "the Hugging Face Hub does not answer and there is no copy in its cache"
+        if here: fault = one_line(e, 200)
+        allowed = f"a network, or lex_glue/{name}@<folder with a local copy>"
+        raise InputError(f"cannot load lex_glue/{name}: {fault}; allowed: {allowed}") from e
 
 # %% ../../nbs/training/00_data.ipynb #960844db
 def _lex_glue_rows(name: str, splits: list,
@@ -716,20 +706,18 @@ def _rows(data: str) -> Callable[[], Iterator[tuple[str, dict]]]:
     return partial(_lex_glue_rows, name, _load_splits(name, os.path.expanduser(folder)), _COLUMNS)
 
 # %% ../../nbs/training/00_data.ipynb #5760ac50
-def _labelled(rows: Callable[[], Iterator[tuple[str, dict]]]) -> Iterator[tuple[int, bytes,
-                                                                                set[str]]]:
+def _labelled(
+    rows: Callable[[], Iterator[tuple[str, dict]]],  # from `_rows`
+) -> Iterator[tuple[int, bytes, set[str]]]:
     "Each document's position, text and labels; InputError that names the row which has none."
     for where, row in rows():
         text = _row_text(row.get("text"), where)
-        labels = row.get("labels")
+        labels: Any = row.get("labels")
         split = row.get("data_type") or row.get("split")
-        if not (
-            isinstance(labels, (list, tuple))
-            and all(isinstance(label, (str, int)) for label in labels)
-        ):
-            raise InputError(
-                f"{where}: 'labels' is {one_line(labels, 60)}; allowed: a list of names or numbers"
-            )
+        listed = isinstance(labels, (list, tuple))
+        if not listed or not all(isinstance(label, (str, int)) for label in labels):
+            given = one_line(labels, 60)
+            raise InputError(f"{where}: 'labels' is {given}; allowed: a list of names or numbers")
         if split is not None and str(split) not in SPLIT_NAMES:
             raise InputError(f"{where} is of split {split!r}; allowed: {', '.join(SPLIT_NAMES)}")
         position = _position(text) if split is None else SPLIT_NAMES[split]
@@ -748,10 +736,9 @@ class LabelledCorpus(Corpus):
               micro_step: int = 0) -> tuple[Tensor, Tensor]:
         """Documents drawn for this step: tokens int64 [batch_size, block_size]
         and targets float32 [batch_size, labels]."""
-        return self._take(
-            "train", random_offsets(batch_size, len(self.bounds["train"]), seed, step, micro_step),
-            block_size,
-        )
+        documents = len(self.bounds["train"])
+        chosen = random_offsets(batch_size, documents, seed, step, micro_step)
+        return self._take("train", chosen, block_size)
 
     def validation(self, block_size: int, windows: int) -> tuple[Tensor, Tensor]:
         """That many documents, evenly spread over the validation split;
@@ -759,10 +746,8 @@ class LabelledCorpus(Corpus):
         if windows < 1:
             raise InputError(f"cannot validate on {windows} documents; allowed: 1 or more")
         number = len(self.bounds["val"])
-        return self._take(
-            "val", np.arange(min(windows, number), dtype=np.int64) * number // min(windows, number),
-            block_size,
-        )
+        count = min(windows, number)
+        return self._take("val", np.arange(count, dtype=np.int64) * number // count, block_size)
 
     def _take(self, split: str, chosen: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
         "The first tokens of the chosen documents, and their targets."
@@ -783,6 +768,25 @@ class LabelledCorpus(Corpus):
 # of a task: the most frequent of the train split, as in LexGLUE's eurlex (Chalkidis et al. 2022)
 MOST_LABELS = 100
 
+def _by_split(
+    known: list[tuple[int, set[str]]],  # position and labels of each document
+    boundary: int,
+) -> dict[str, list[set[str]]]:
+    "The labels of a split's documents."
+    found: dict[str, list[set[str]]] = {split: [] for split in SPLITS}
+    for position, labels in known: found["val" if position < boundary else "train"].append(labels)
+    return found
+
+def _most_frequent(documents: list[set[str]]) -> list[str]:
+    "The `MOST_LABELS` most frequent labels, equally frequent ones by name."
+    count = Counter(chain.from_iterable(documents))
+    return sorted(count, key=lambda label: (-count[label], label))[:MOST_LABELS]
+
+def _targets(documents: list[set[str]], chosen: list[str]) -> Tensor:
+    "1 where a document has a label, else 0."
+    def row(labels: set[str]) -> list[float]: return [float(label in labels) for label in chosen]
+    return torch.tensor([row(labels) for labels in documents])
+
 # %% ../../nbs/training/00_data.ipynb #e926819e
 def load_labelled(
     data: str,  # one of `LABELLED`
@@ -794,29 +798,20 @@ def load_labelled(
     _bpe_size(tokenizer)
     rows = _rows(data)
     known = [(position, labels) for position, _, labels in _labelled(rows)]
-    boundary = _boundary(lambda: ((position, b"text") for position, _ in known),
-                         data)  # none of them is empty
+    def texts() -> Iterator[tuple[int, bytes]]:
+        return ((position, text) for position, text, _ in _labelled(rows))
+    def positions() -> Iterator[tuple[int, bytes]]:
+        return ((position, b"text") for position, _ in known)  # no text is empty
+    boundary = _boundary(positions, data)
     if not boundary:
-        raise InputError(
-            f"corpus {data!r} has no two documents that differ in their split; allowed: some to "
-            "train on and some to validate on"
-        )
-    corpus = _prepared(data, lambda: ((position, text) for position, text, _ in _labelled(rows)),
-                       boundary, tokenizer, cache)
-    found = {
-        split: [labels for position, labels in known if (position < boundary) == (split == "val")]
-        for split in SPLITS
-    }
-    count = Counter(label for labels in found["train"] for label in labels)
-    chosen = sorted(count, key=lambda label: (-count[label], label))[:MOST_LABELS]
+        raise InputError(f"corpus {data!r} has no two documents that differ in their split; "
+                         "allowed: some to train on and some to validate on")
+    corpus, found = _prepared(data, texts, boundary, tokenizer, cache), _by_split(known, boundary)
+    chosen = _most_frequent(found["train"])
     if not chosen: raise InputError(f"corpus {data!r}: no document of the train split has a label")
-    targets = {
-        split: torch.tensor([[float(label in labels) for label in chosen] for labels in sets])
-        for split, sets in found.items()
-    }
-    digest = hashlib.sha256(json.dumps([corpus.hash, chosen,
-                                        [t.tolist()
-                                         for t in targets.values()]]).encode()).hexdigest()
+    targets = {split: _targets(documents, chosen) for split, documents in found.items()}
+    content = json.dumps([corpus.hash, chosen, [t.tolist() for t in targets.values()]])
+    digest = hashlib.sha256(content.encode()).hexdigest()
     pad = _nul(corpus)
     assert pad is not None  # the alphabet of a byte-level vocabulary has all bytes
     bounds = {split: _bounds(getattr(corpus, split), pad) for split in SPLITS}

@@ -12,6 +12,7 @@ import math
 import re
 import statistics
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Callable, Iterable
 
@@ -114,10 +115,9 @@ def with_seeds(
     "Every arm with every seed; InputError for a number of seeds that cannot be."
     if not 1 <= seeds <= MAX_SEEDS:
         raise InputError(f"seeds must be at least 1 and at most {MAX_SEEDS}, not {seeds}")
-    return [configs] + [
-        [replace(c, seed=c.seed + k, name=f"{c.name}_seed{c.seed + k}") for c in configs]
-        for k in range(1, seeds)
-    ]
+    def further(c: TrainConfig, k: int) -> TrainConfig:
+        return replace(c, seed=c.seed + k, name=f"{c.name}_seed{c.seed + k}")
+    return [configs, *([further(c, k) for c in configs] for k in range(1, seeds))]
 
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de09
 _NO_GAP = dict.fromkeys(("gap_nats", "gap_low", "gap_high", "within_noise"))
@@ -214,11 +214,12 @@ def read_arm(path: Path | str) -> dict[str, Any]:
     folder = RunFolder(path)
     check_log(folder)
     rows = folder.metrics()
-    digits = lambda x: None if x is None else round(x, 5)
+    def digits(x: float | None) -> float | None: return None if x is None else round(x, 5)
+    evaluated = [row for row in rows if "val_loss" in row]
     return {"config": folder.stored_config(), "record": folder.record(),
             "loss": [digits(row["loss"]) for row in rows],
             "val": [[row["step"], digits(row["val_loss"]), digits(row["val_perplexity"])]
-                    for row in rows if "val_loss" in row]}
+                    for row in evaluated]}
 
 # %% ../../nbs/training/05_experiment.ipynb #e4db3622
 def compare(
@@ -232,13 +233,16 @@ def compare(
     every config is checked before the first step."""
     configs = list(configs)
     check_arms(configs)
-    everything = with_seeds(configs, seeds)
-    _check_names([c for arms in everything for c in arms])
+    by_seed = with_seeds(configs, seeds)
+    everything = list(chain.from_iterable(by_seed))
+    _check_names(everything)
     corpus = load_corpus(configs[0].data, configs[0].tokenizer)
-    trainers = [Trainer(c, out, corpus) for arms in everything for c in arms]
+    trainers = [Trainer(c, out, corpus) for c in everything]
     if announce: announce(trainers)
     while trainers: trainers.pop(0).run(progress)
-    first, *further = [[read_arm(Path(out) / c.name) for c in arms] for arms in everything]
+    def read(arms: list[TrainConfig]) -> list[dict[str, Any]]:
+        return [read_arm(Path(out) / c.name) for c in arms]
+    first, *further = map(read, by_seed)
     result = Comparison(first, unigram_entropy(corpus.val), bigram_entropy(corpus.val), further)
     result.save(Path(out) / "comparison.json")
     return result

@@ -18,19 +18,19 @@ import queue
 import secrets
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 import zlib
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Iterator
 
 import torch
 
 from ..basics import (COLORS, LARGEST_RECORD, InputError, WriteError, html_card, is_number,
-                            make_folder, parse_json, read_small, read_yaml, remove_leftovers,
+                            make_folder, parse_json, read_small, read_yaml, remove_leftovers, tell,
                             svg_bars, unknown, write_atomic)
 from .checkpoint import Checkpoints
 
@@ -44,11 +44,12 @@ def json_line(
     bad = [key for key, value in row.items() if _not_finite(value)]
     row = {key: None if key in bad else value for key, value in row.items()}
     if bad: row["nonfinite"] = bad
-    if "events" in row:
-        row["events"] = [
-            {k: str(v) if _not_finite(v) else v for k, v in e.items()} for e in row["events"]
-        ]
+    if "events" in row: row["events"] = [_plain_event(e) for e in row["events"]]
     return json.dumps(row, allow_nan=False)
+
+def _plain_event(event: dict[str, Any]) -> dict[str, Any]:
+    "An event whose values that are not finite are text."
+    return {key: str(value) if _not_finite(value) else value for key, value in event.items()}
 
 # %% ../../nbs/training/02_tracking.ipynb #b762cd60
 _PACKAGES = ("altgrad", "torch", "numpy", "tokenizers", "datasets")
@@ -199,12 +200,9 @@ def state_of(run: StoredRun) -> str:
     "running, killed, or why it ended."
     reason = run.record().get("exit_reason", "not begun")
     if reason != "running": return str(reason)
-    return (
-        "running"
-        if run.in_use()
-        else "killed (its record says running, but no process holds the folder); the same command "
-             "goes on"
-    )
+    if run.in_use(): return "running"
+    why = "its record says running, but no process holds the folder"
+    return f"killed ({why}); the same command goes on"
 
 def _number(value: Any) -> str: return f"{value:.4f}" if isinstance(value, (int, float)) else "-"
 
@@ -231,16 +229,19 @@ def _html(run: StoredRun) -> str:
     validation = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
     facts = {key: config[key] for key in ("format", "storage", "rule", "model")
              if config.get(key) is not None}
-    facts |= {"state": ending, "steps": f"{len(rows):,} of {config.get('max_steps', '-')}",
-              "loss": _number(rows[-1].get("loss") if rows else None),
-              "validation loss": f"{_number(validation[-1])}, best {_number(min(validation))}"
-              if validation else "-",
-              "events": ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-              or "none"}
-    bars = [0.04 + 0.96 * h
-            for h in heights([row["loss"] for row in rows if row.get("loss") is not None])]
-    return html_card(config.get("name", run.path.name), facts,
-                     svg_bars(bars, COLORS.get(str(config.get("format")), "currentColor")))
+    facts["state"] = ending
+    facts["steps"] = f"{len(rows):,} of {config.get('max_steps', '-')}"
+    facts["loss"] = _number(rows[-1].get("loss") if rows else None)
+    facts["validation loss"] = "-"
+    if validation:
+        best = _number(min(validation))
+        facts["validation loss"] = f"{_number(validation[-1])}, best {best}"
+    counts = [f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)]
+    facts["events"] = ", ".join(counts) or "none"
+    losses = [row["loss"] for row in rows if row.get("loss") is not None]
+    bars = [0.04 + 0.96 * h for h in heights(losses)]
+    color = COLORS.get(str(config.get("format")), "currentColor")
+    return html_card(config.get("name", run.path.name), facts, svg_bars(bars, color))
 
 # %% ../../nbs/training/02_tracking.ipynb #d19a8268
 def _try_lock(file: Any, exclusive: bool = True) -> bool:
@@ -486,9 +487,9 @@ class Mirror:
         if mode not in MIRRORS: raise unknown("wandb mode", mode, MIRRORS)
         self.folder, self.mode, self.patience, self.said = folder, mode, patience, ""
         self.rows = queue.SimpleQueue[Any]()
-        self.thread = threading.Thread(target=self._work,
-                                       args=(folder.metrics() if mode != "off" else [],),
-                                       name="wandb", daemon=True)
+        before = folder.metrics() if mode != "off" else []
+        self.thread = threading.Thread(target=self._work, args=(before,), name="wandb",
+                                       daemon=True)
         if mode != "off": self.thread.start()
 
     def log(self, row: dict[str, Any]) -> None:
@@ -498,16 +499,13 @@ class Mirror:
     def say(self, text: str) -> None:
         "Says on the error stream what went wrong, each thing once."
         if text in self.said: return
-        print(f"wandb: {text}", file=sys.stderr, flush=True)
+        tell(f"wandb: {text}")
         self.said += f"{'; ' if self.said else ''}{text}"
 
     def _work(self, before: list[dict[str, Any]]) -> None:
         try:
-            there = (
-                {step for part in read_wandb(self.folder.path) for step in part["rows"]}
-                if before
-                else set()
-            )
+            parts = read_wandb(self.folder.path) if before else []
+            there = set(chain.from_iterable(part["rows"] for part in parts))
             run = _open_wandb(self)
             for row in before:
                 if row["step"] not in there: _mirror_row(run, row)
@@ -525,10 +523,8 @@ class Mirror:
         if self.thread.is_alive():
             self.thread.join(self.patience if kind is None else min(5.0, self.patience))
         if self.thread.is_alive():
-            self.say(
-                f"not done after {self.patience:g} s; the mirror may lack the last steps, "
-                "metrics.jsonl has all"
-            )
+            late = f"not done after {self.patience:g} s"
+            self.say(f"{late}; the mirror may lack the last steps, metrics.jsonl has all")
 
 # %% ../../nbs/training/02_tracking.ipynb #c19dfe95
 def _wandb_pieces(data: bytes) -> Iterator[bytes]:

@@ -12,13 +12,15 @@ import math
 import statistics
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple
 
 from ..basics import COLORS, InputError
 from ..watching.thresholds import Alarms
 from ..training.tracking import StoredRun, check_log, state_of
-from .watch import LIMITS, Tail, limits_of, parse_metric, rows_of
+from .watch import LIMITS, Tail, event_text, limits_of, parse_metric, rows_of
 
 # %% ../../nbs/views/02_autopsy.ipynb #fcdcdac1
 PATIENCE = 5  # consecutive values beyond a limit
@@ -53,8 +55,8 @@ def out_of_range(
 ) -> list[Finding]:  # in order of steps, and within a step the furthest beyond its limit first
     """What left its range: one finding a quantity and layer;
     the whole model's rate only where no layer has its own."""
-    names = [name for name in dict.fromkeys(n for r in rows for n in r)
-             if parse_metric(name).quantity in limits]
+    everything = dict.fromkeys(chain.from_iterable(rows))
+    names = [name for name in everything if parse_metric(name).quantity in limits]
     layered = {parse_metric(name).quantity for name in names if parse_metric(name).layer}
     found = []
     for name in names:
@@ -71,8 +73,8 @@ WINDOW, LAG = 20, 0.05  # steps, share
 def _medians(losses: dict[int, float]) -> dict[int, float]:
     "Step -> median of the last `WINDOW` losses."
     steps = sorted(losses)
-    return {s: statistics.median(losses[t] for t in steps[i - WINDOW + 1 : i + 1])
-            for i, s in enumerate(steps) if i >= WINDOW - 1}
+    windows = [steps[i : i + WINDOW] for i in range(len(steps) - WINDOW + 1)]
+    return {last[-1]: statistics.median(map(losses.__getitem__, last)) for last in windows}
 
 def first_lag(
     losses: dict[int, float],  # step -> loss
@@ -100,17 +102,12 @@ def symptoms(
             found.append(Finding(row["step"], "nonfinite", "", "the loss is not finite"))
         for a in alarms.check(row["step"], math.nan if loss is None else loss):
             if a.metric != "loss_rise": continue
-            found.append(
-                Finding(
-                    row["step"], "divergence", "",
-                    f"the loss diverges: it rose by {a.value:.1%} in {alarms.thresholds.patience} "
-                    "steps",
-                )
-            )
+            rise = f"it rose by {a.value:.1%} in {alarms.thresholds.patience} steps"
+            found.append(Finding(row["step"], "divergence", "", f"the loss diverges: {rise}"))
     losses = {row["step"]: loss for row in rows if (loss := row.get("loss")) is not None}
     if twin and (step := first_lag(losses, twin)):
-        found.append(Finding(step, "lag", "",
-                             f"the loss falls more than {LAG:.0%} behind its twin's"))
+        behind = f"the loss falls more than {LAG:.0%} behind its twin's"
+        found.append(Finding(step, "lag", "", behind))
     return sorted(found)
 
 # %% ../../nbs/views/02_autopsy.ipynb #98717c11
@@ -224,15 +221,12 @@ def advice(
 
     def has(r: Remedy) -> bool:
         value = config.get(r.setting) if r.setting else None
-        return value is not None and (
-            not r.words or any(word in str(value).split() for word in r.words)
-        )
+        if value is None: return False
+        return not r.words or not set(r.words).isdisjoint(str(value).split())
 
     left = [r.text for r in remedies if not has(r)]
-    named = (
-        " or ".join(filter(None, (", ".join(left[:-1]), *left[-1:])))
-        or "nothing: what usually helps is set"
-    )
+    named = " or ".join(filter(None, (", ".join(left[:-1]), *left[-1:])))
+    if not left: named = "nothing: what usually helps is set"
     return where, f"{named}; {note}" if note else named
 
 # %% ../../nbs/views/02_autopsy.ipynb #083f385f
@@ -249,7 +243,7 @@ class Autopsy:
     @property
     def first(self) -> Finding | None:
         "What left its range first; where nothing did, what the loss showed first."
-        return min([*self.causes, *self.symptoms], key=lambda f: f.step, default=None)
+        return min([*self.causes, *self.symptoms], key=attrgetter("step"), default=None)
 
     def __str__(self) -> str: return "\n".join(_report(self))
 
@@ -264,9 +258,8 @@ def _events(rows: list[dict[str, Any]], known: set[tuple[str, str]]) -> list[Fin
             of_loss = kind == "divergence" or kind == "nonfinite" and quantity == "loss"
             if of_loss or kind == "warning" and (quantity, layer) in known: continue
             what, layer = (quantity, layer) if kind == "warning" else (kind, e.get("layer") or "")
-            text = " ".join(f"{e[k]:.4g}" if isinstance(e[k], float) else str(e[k])
-                            for k in ("metric", "value", "text") if e.get(k) is not None)
-            found.setdefault((what, layer), Finding(row["step"], what, layer, f"{kind}: {text}"))
+            text = f"{kind}: {event_text(e, ('metric', 'value', 'text'))}"
+            found.setdefault((what, layer), Finding(row["step"], what, layer, text))
     return list(found.values())
 
 # %% ../../nbs/views/02_autopsy.ipynb #194fd26d
@@ -276,9 +269,8 @@ def _find_twin(run: StoredRun) -> StoredRun | None:
     keys = ("max_steps", "data", "tokenizer", "model", "batch_size", "block_size", "seed")
     for path in sorted(run.path.absolute().parent.glob("*/config.yaml")):
         other = StoredRun(path.parent).stored_config() or {}
-        alike = other.get("format") in ("bfloat16", None) and all(
-            other.get(k) == config.get(k) for k in keys
-        )
+        plain = other.get("format") in ("bfloat16", None)
+        alike = plain and all(other.get(k) == config.get(k) for k in keys)
         if alike and path.parent != run.path.absolute(): return StoredRun(path.parent)
     return None
 
@@ -297,16 +289,13 @@ def autopsy(
     if against and twin and not twin.metrics_file.is_file():
         raise InputError(f"{twin.path} holds no metrics to compare with")
     if twin: check_log(twin)
-    losses = (
-        {r["step"]: v for r in Tail(twin.metrics_file).read() if (v := r.get("loss")) is not None}
-        if twin
-        else {}
-    )
+    healthy = Tail(twin.metrics_file).read() if twin else []
+    losses = {r["step"]: v for r in healthy if (v := r.get("loss")) is not None}
     left = out_of_range(rows, limits_of(config))
-    causes = sorted([*left, *_events(rows, {(f.what, f.layer) for f in left})],
-                    key=lambda f: f.step)
-    return Autopsy(run, rows, causes, symptoms(rows, losses), losses,
-                   twin.path.name if twin else "")
+    events = _events(rows, {(f.what, f.layer) for f in left})
+    causes = sorted([*left, *events], key=attrgetter("step"))
+    name = twin.path.name if twin else ""
+    return Autopsy(run, rows, causes, symptoms(rows, losses), losses, name)
 
 # %% ../../nbs/views/02_autopsy.ipynb #41a1208f
 class Lead(Enum):
@@ -354,15 +343,10 @@ def _chain(a: Autopsy) -> list[str]:
 def _lost_series(run: StoredRun, config: dict[str, Any]) -> list[str]:
     """A line if what monitors measured of each layer was written and is gone:
     monitors write before each checkpoint."""
-    written = config.get("monitor_every") is not None and bool(
-        run.record().get("monitors") or run.checkpoints.entries()
-    )
-    if (
-        not written
-        or (run.series_folder / "parts.json").is_file()
-        or any(run.series_folder.glob("*.parquet"))
-    ):
-        return []
+    if config.get("monitor_every") is None: return []
+    if not run.record().get("monitors") and not run.checkpoints.entries(): return []
+    there = (run.series_folder / "parts.json").is_file()
+    if there or any(run.series_folder.glob("*.parquet")): return []
     return [f"{run.series_folder} is gone: what was measured layer by layer is not examined"]
 
 # %% ../../nbs/views/02_autopsy.ipynb #a5f16740
@@ -383,10 +367,8 @@ def _report(a: Autopsy) -> list[str]:
         lines.append(f"it ended with a validation loss of {results['val_loss']:.4f}")
     if a.first is None: return lines
     where, remedies = advice(a.first.what, config)
-    lines.append(
-        f"first: {a.first.what} in {a.first.layer or 'the whole model'}, at step {a.first.step} "
-        f"({where})"
-    )
+    layer = a.first.layer or "the whole model"
+    lines.append(f"first: {a.first.what} in {layer}, at step {a.first.step} ({where})")
     return [*lines, f"try: {remedies}"] if diagnose(a) is Diagnosis.ILL else lines
 
 # %% ../../nbs/views/02_autopsy.ipynb #c3487707
@@ -409,7 +391,7 @@ def plot_autopsy(
     top.set_ylabel("loss")
     top.legend(frameon=False, fontsize=7)
     for ax, quantity in zip(others, quantities):
-        for name in dict.fromkeys(n for r in a.rows for n in r):
+        for name in dict.fromkeys(chain.from_iterable(a.rows)):
             if parse_metric(name).quantity == quantity and (points := _series(a.rows, name)):
                 ax.plot(*zip(*points), lw=0.8, color=color, alpha=0.6)
         begin = min(f.step for f in a.causes if f.what == quantity)

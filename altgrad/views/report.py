@@ -51,28 +51,25 @@ def _interval(row: dict[str, Any]) -> str:
     "The interval of a gap, and whether it includes zero."
     if row["is_baseline"]: return ""
     if row["gap_low"] is None: return "-"
-    return f"{row['gap_low']:+.4f} to {row['gap_high']:+.4f}" + (", within noise"
-                                                                 if row["within_noise"] else "")
+    noise = ", within noise" if row["within_noise"] else ""
+    return f"{row['gap_low']:+.4f} to {row['gap_high']:+.4f}{noise}"
 
 # %% ../../nbs/views/00_report.ipynb #a99c923f
 def entropy_line(result: Comparison) -> str:
     "The corpus's entropies, and whether the baseline ended below them."
     base = next(row for row in result.rows() if row["is_baseline"])
-    parts = [f"validation text: unigram entropy {result.unigram_entropy:.4f}, "
-             f"bigram entropy {result.bigram_entropy:.4f} nats per token"]
-    if (loss := base["val_loss"]) is not None:
-        place = [f"{'below' if loss < h else 'ABOVE'} the {name} entropy" for name, h in
-                 (("unigram", result.unigram_entropy), ("bigram", result.bigram_entropy))]
-        parts.append(f"the baseline ({base['name']}) ended at {loss:.4f}: {' and '.join(place)}")
-    return "; ".join(parts)
+    entropies = {"unigram": result.unigram_entropy, "bigram": result.bigram_entropy}
+    named = ", ".join(f"{name} entropy {h:.4f}" for name, h in entropies.items())
+    text, loss = f"validation text: {named} nats per token", base["val_loss"]
+    if loss is None: return text
+    sides = {name: "below" if loss < h else "ABOVE" for name, h in entropies.items()}
+    place = " and ".join(f"{side} the {name} entropy" for name, side in sides.items())
+    return f"{text}; the baseline ({base['name']}) ended at {loss:.4f}: {place}"
 
 def seeds_text(result: Comparison) -> str:
     "`seed 42`, or `seeds 42 to 44`."
-    return (
-        f"seed {result.seeds[0]}"
-        if len(result.seeds) == 1
-        else f"seeds {result.seeds[0]} to {result.seeds[-1]}"
-    )
+    first, last = result.seeds[0], result.seeds[-1]
+    return f"seed {first}" if len(result.seeds) == 1 else f"seeds {first} to {last}"
 
 # %% ../../nbs/views/00_report.ipynb #d2bd04a3
 def gap_line(result: Comparison) -> str:
@@ -80,10 +77,8 @@ def gap_line(result: Comparison) -> str:
     why there are none. Empty for one arm."""
     if len(result.arms) == 1: return ""
     if len(result.seeds) == 1:
-        return (
-            "one seed: what of a difference is noise cannot be said, so no gap is shown; "
-            "--seeds 4 measures it"
-        )
+        return ("one seed: how much of a difference is noise cannot be said, so no gap is shown; "
+                "--seeds 4 measures it")
     base = result.baseline["config"]["name"]
     return (
         f"gap: validation loss minus that of {base} with the same seed, mean of "
@@ -104,10 +99,13 @@ def comparison_table(
     rows, keys = result.rows(), _columns(result)
     with_name = width >= 100 or len({row["format"] for row in rows}) < len(rows)
     if with_name and width < 100: keys.remove("format")
-    for header in ["run"] * with_name + [COLUMNS[key][0] for key in keys]:
-        table.add_column(header, justify="left" if header in ("run", "format", "95 % interval")
-                         else "right", overflow="fold")
-    for row in rows: table.add_row(*[row["name"]] * with_name, *(_cell(row, key) for key in keys))
+    heads = [COLUMNS[key][0] for key in keys]
+    for head in ["run", *heads] if with_name else heads:
+        is_text = head in ("run", "format", "95 % interval")
+        table.add_column(head, justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        cells = [_cell(row, key) for key in keys]
+        table.add_row(*[row["name"], *cells] if with_name else cells)
     return table
 
 # %% ../../nbs/views/00_report.ipynb #9362a61f
@@ -121,9 +119,9 @@ def comparison_markdown(result: Comparison) -> str:
     "The comparison as a Markdown table, without the speed, which is the machine's."
     keys = [key for key in _columns(result) if key != "tokens_per_s"]
     header = ["run", *(COLUMNS[key][0] for key in keys)]
-    lines = [[row["name"], *(_cell(row, key) for key in keys)] for row in result.rows()]
-    return "\n".join("| " + " | ".join(line) + " |"
-                     for line in [header, ["---", "---"] + ["---:"] * (len(header) - 2), *lines])
+    lines = [header, ["---", "---"] + ["---:"] * (len(header) - 2)]
+    for row in result.rows(): lines.append([row["name"], *(_cell(row, key) for key in keys)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 # %% ../../nbs/views/00_report.ipynb #47c9cc4a
 def number_text(value: Any) -> str:
@@ -131,9 +129,11 @@ def number_text(value: Any) -> str:
     if value is None: return "-"
     if not isinstance(value, float) or value == 0: return str(value)
     if 1e-2 <= abs(value) < 1e6:
-        return f"{value:g}" if f"{value:g}" == repr(value).removesuffix(".0") else f"{value:.4f}"
+        short = f"{value:g}"
+        return short if short == repr(value).removesuffix(".0") else f"{value:.4f}"
     mantissa, exponent = math.frexp(value)
-    return f"{'' if mantissa == 0.5 else f'{2 * mantissa:g} x '}2^{exponent - 1}"
+    power = f"2^{exponent - 1}"
+    return power if mantissa == 0.5 else f"{2 * mantissa:g} x {power}"
 
 # %% ../../nbs/views/00_report.ipynb #9d5846cd
 _LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
@@ -163,17 +163,15 @@ def finding(result: Comparison) -> str:
     which arms differ from the baseline by more than noise."""
     base = result.baseline["config"]["name"]
     if len(result.seeds) == 1:
-        return f"One run each ({seeds_text(result)}): what of a difference is noise is not known"
+        return f"One run each ({seeds_text(result)}): how much of a difference is noise is unknown"
     others = [row for row in result.rows() if not row["is_baseline"]
               and row["gap_nats"] is not None]
     shown = [f"{row['name']} by {row['gap_nats']:+.3f}" for row in others
              if not row["within_noise"]]
     if not shown: return f"No arm is shown to differ from {base} ({len(result.seeds)} seeds)"
     verb = "differs" if len(shown) == 1 else "differ"
-    return (
-        f"{len(shown)} of {len(others)} arms {verb} from {base} by more than noise "
-        f"({len(result.seeds)} seeds): {', '.join(shown)} nats"
-    )
+    which = f"{len(shown)} of {len(others)} arms {verb} from {base} by more than noise"
+    return f"{which} ({len(result.seeds)} seeds): {', '.join(shown)} nats"
 
 # %% ../../nbs/views/00_report.ipynb #8726396a
 def _plot_losses(ax: Any, result: Comparison) -> None:
@@ -196,11 +194,15 @@ def _plot_losses(ax: Any, result: Comparison) -> None:
 # %% ../../nbs/views/00_report.ipynb #a1c0de25
 def _val_gaps(result: Comparison, arm: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
     "The gap to the baseline at each evaluation that all seeds have."
-    runs, base = ([{step: loss for step, loss, _ in run["val"]} for run in result.runs(of)]
-                  for of in (arm, result.baseline))
-    gaps = [(step, paired_gap([run.get(step) for run in runs], [run.get(step) for run in base]))
-            for step in runs[0]]
-    return [(step, gap) for step, gap in gaps if gap["gap_nats"] is not None]
+    def by_step(run: dict[str, Any]) -> dict[int, Any]:
+        return {step: loss for step, loss, _ in run["val"]}
+
+    runs, base = (list(map(by_step, result.runs(of))) for of in (arm, result.baseline))
+    gaps = []
+    for step in runs[0]:
+        gap = paired_gap([run.get(step) for run in runs], [run.get(step) for run in base])
+        if gap["gap_nats"] is not None: gaps.append((step, gap))
+    return gaps
 
 # %% ../../nbs/views/00_report.ipynb #71875fbb
 def _plot_gaps(ax: Any, result: Comparison) -> None:
@@ -263,6 +265,8 @@ def save_figure(
     "Writes a figure as PNG, atomically and with the same bytes every time; then pyplot forgets it."
     import matplotlib.pyplot as plt
 
-    write_atomic(path, lambda file: fig.savefig(file, format="png", dpi=110,
-                                                metadata={"Software": None}))
+    def write(file: Any) -> None:
+        fig.savefig(file, format="png", dpi=110, metadata={"Software": None})
+
+    write_atomic(path, write)
     plt.close(fig)

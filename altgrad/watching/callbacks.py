@@ -55,9 +55,8 @@ def _with_base(hooks: type, module: str, name: str) -> type:
     import importlib
     try: base = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as e:
-        raise InputError(
-            f"this callback needs the package {e.name} (pip install 'altgrad[integrations]')"
-        ) from None
+        install = "pip install 'altgrad[integrations]'"
+        raise InputError(f"this callback needs the package {e.name} ({install})") from None
     return type("MonitorCallback", (hooks, base), {})
 
 # %% ../../nbs/watching/08_callbacks.ipynb #517f24b4

@@ -11,7 +11,6 @@ import io
 import json
 import math
 import re
-import sys
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from typing import Any, Iterable, Iterator, Mapping
 import numpy as np
 
 from ..basics import (COLORS, LARGEST_RECORD, InputError, make_folder, one_line, parse_json,
-                            read_small, remove_leftovers, write_atomic)
+                            read_small, remove_leftovers, tell, write_atomic)
 from .monitors import Measurement
 
 # %% ../../nbs/watching/05_series.ipynb #a0e581fb
@@ -152,8 +151,7 @@ class SeriesLog:
         """Up to which step nothing is damaged or missing;
         the first fault is named on the error stream."""
         before, fault = _first_fault(self.folder)
-        said = f"{fault}: what was measured after step {before} is measured again"
-        if fault: print(said, file=sys.stderr, flush=True)
+        if fault: tell(f"{fault}: what was measured after step {before} is measured again")
         return before
 
     def keep(self, step: int) -> None:

@@ -143,11 +143,12 @@ def update_sums(
     fmt: FP8Format,
 ) -> Tensor:  # float64: `UpdateSums`
     "What a step did to weights that are rounded to nearest at their use."
-    grid, (wide, *rest) = K.grid_of(fmt, torch.float32)
-    how = K.How("nearest", "saturate", 24, False, "none", torch.float32, False, wide, *rest)
+    grid, facts = K.grid_of(fmt, torch.float32)
+    how = K.How(rounding="nearest", overflow="saturate", random_bits=24, multiply=False,
+                scaling="none", out=torch.float32, clip=False, **facts)
     rows = (len(before), 1)
     s, s2 = (t.float() if t.dim() > 1 else t.float().expand(rows) for t in (scale, scale_after))
-    numbers = K.numbers_of(grid, wide, before.device)
+    numbers = K.numbers_of(grid, how.wide, before.device)
     return sums_in_pieces(_update_sums(how), (before, after, s, s2), (numbers,))
 
 # %% ../../nbs/watching/03_updates.ipynb #3516f9a9
