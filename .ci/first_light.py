@@ -3,6 +3,7 @@ fresh `make demo` against the bounds that it states.
 
     .ci/first_light.py measure runs/first_light   the demo under every setting; writes the figure and
                                                   nbs/results/first_light*.json (long; goes on)
+    .ci/first_light.py draw nbs/images/first_light.png   the figure again, from the stored result
     .ci/first_light.py check runs/demo            exit code 1 where a number of that demo lies outside its bound
 """
 import json
@@ -15,11 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
 from scipy.stats import t as student_t
 
-from altgrad.basics import write_atomic
+from altgrad.basics import COLORS, INK, figure_style, write_atomic
 from altgrad.training.experiment import Comparison
-from altgrad.views.report import plot_comparison, save_figure
+from altgrad.views.report import save_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "nbs/results/first_light.json"
@@ -87,6 +90,75 @@ def bound(settings: dict[str, Any], arm: str, key: str) -> float:
     return math.ceil(100 * max(2 * max(moves), seeds)) / 100
 
 
+LOOK = {  # name and colour of each way to keep the weights
+    "master": ("FP32 master weights", INK),
+    "grid_nearest": ("rounded to nearest", COLORS["E5M2"]),
+    "grid_stochastic": ("stochastic rounding", COLORS["E0M7"]),
+}
+SMOOTH = 10  # steps of a mean
+
+
+def training_gap(result: Comparison, arm: dict[str, Any]) -> np.ndarray:
+    "The training loss minus that of master weights, mean over seeds and over `SMOOTH` steps."
+    runs, base = ([run["loss"] for run in result.runs(a)] for a in (arm, result.baseline))
+    gap = np.subtract(runs, base).mean(0)
+    return gap[: len(gap) // SMOOTH * SMOOTH].reshape(-1, SMOOTH).mean(1)
+
+
+def draw_gap(ax: Any, result: Comparison) -> None:
+    "The gap over the steps, and at the end that of the validation loss with its interval."
+    ax.plot([0, len(result.baseline["loss"])], [0, 0], color=INK, lw=1)
+    for arm, row in zip(result.arms, result.rows()):
+        name, color = LOOK[arm["config"]["storage"]]
+        if row["is_baseline"]: continue
+        gap = training_gap(result, arm)
+        end = SMOOTH * len(gap)
+        ax.plot(SMOOTH * np.arange(1, len(gap) + 1), gap, color=color, lw=2.5)
+        reach = [[row["gap_nats"] - row["gap_low"]], [row["gap_high"] - row["gap_nats"]]]
+        ax.errorbar(1.04 * end, row["gap_nats"], reach, fmt="o", color=color, ms=8, lw=2)
+        ax.annotate(
+            f"{name}\n{row['gap_nats']:+.2f} nats", (1.08 * end, row["gap_nats"]), color=color,
+            va="center",
+        )
+    ax.set_xlim(0, 1.7 * len(result.baseline["loss"]))
+    ax.set_xticks(range(0, len(result.baseline["loss"]) + 1, 50))
+    ax.set_xlabel("step")
+    ax.set_title("loss above master weights' (nats)", loc="left")
+
+
+def draw_moves(ax: Any, result: Comparison) -> None:
+    "The share of the weights that change their code in a step."
+    for y, (arm, row) in enumerate(zip(result.arms, result.rows())):
+        name, color = LOOK[arm["config"]["storage"]]
+        moved = 100 * (1 - row["bit_stall_rate"])
+        ax.barh(y, moved, color=color, height=0.5)
+        ax.annotate(f" {moved:.1f} %", (moved, y), va="center", color=color)
+        ax.annotate(name, (0, y - 0.3), va="bottom", color=color)
+    ax.set_ylim(2.5, -0.8)
+    ax.set_axis_off()
+    ax.set_title("weights whose code changes in a step", loc="left")
+
+
+def draw(result: Comparison) -> Any:
+    "A slide: what each way to keep the weights loses, and how many weights move."
+    rows = {a["config"]["storage"]: row for a, row in zip(result.arms, result.rows())}
+    row = rows["grid_nearest"]
+    finding = f"Rounded to nearest, the weights stand still: {row['gap_nats']:.2f} nats lost"
+    if row["within_noise"]: finding = "Three ways to keep 8-bit weights"
+    with plt.rc_context({**figure_style(), "font.size": 15, "axes.titlesize": 15}):
+        fig, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", width_ratios=[3, 2])
+        fig.suptitle(finding, fontsize=18)
+        draw_gap(axes[0], result)
+        draw_moves(axes[1], result)
+    return fig
+
+
+def draw_stored(path: Path) -> int:
+    "Draws the figure from the stored result."
+    with plt.rc_context(figure_style()): save_figure(draw(Comparison.load(RESULT)), path)
+    return 0
+
+
 def measure(out: Path) -> int:
     "Makes the runs, and stores them with the bounds that follow."
     results = {name: run(out / name, *how) for name, how in SETTINGS.items()}
@@ -98,7 +170,7 @@ def measure(out: Path) -> int:
         for row in results["as_is"].rows()
     }
     results["as_is"].save(RESULT)
-    save_figure(plot_comparison(results["as_is"]), ROOT / "nbs/images/first_light.png")
+    draw_stored(ROOT / "nbs/images/first_light.png")
     write_atomic(
         SPREAD,
         json.dumps({"command": " ".join(demo()), "bounds": bounds, "settings": settings}, indent=1)
@@ -137,5 +209,5 @@ def check(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("measure", "check"): sys.exit(__doc__)
-    sys.exit({"measure": measure, "check": check}[sys.argv[1]](Path(sys.argv[2])))
+    if len(sys.argv) != 3 or sys.argv[1] not in ("measure", "draw", "check"): sys.exit(__doc__)
+    sys.exit({"measure": measure, "draw": draw_stored, "check": check}[sys.argv[1]](Path(sys.argv[2])))
