@@ -53,7 +53,7 @@ GEOMETRY = ("power", "placement", "damping", "floor_octaves")  # settings of the
 
 @dataclass(frozen=True)
 class Rule:
-    "A row of the table: an update rule and what its users must know of it."
+    "A row of the table: an update rule and what its users must know about it."
     optimizer: Any  # its class; None where this version of torch has none
     reads: str  # names from `RuleSettings` beside fmt and lr
     guess: float  # a usual peak learning rate: where a search begins

@@ -116,7 +116,7 @@ class FP8Manifold(geoopt.Manifold):
         return (sx == sy) & ((x.signbit() == y.signbit()) | (sx == lowest))
 
     # the metric
-    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim=False) -> Tensor:
+    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         "u v / S^2, elementwise: there is no dimension to sum over (`keepdim` changes nothing)."
         S = self.stiffness(x)
         return (u / S) * ((u if v is None else v) / S)

@@ -587,8 +587,10 @@ class GridSGD(GeometryOptimizer):
 
     def grid_numbers(self, group: dict[str, Any], parameters: list[Tensor]) -> Tensor:
         return _line_numbers(grids_of(group, parameters), group)
+
     def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
-        (w, g, moments, grid, _, on_grid), key = job, None
+        w, g, moments, grid, _, on_grid = job
+        key = None
         rounded, stochastic = (False, False) if on_grid else RUNG_ROUNDING[group["rounding"]]
         if stochastic:
             # of the parameter, so that no two draw the same

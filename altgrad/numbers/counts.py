@@ -246,7 +246,8 @@ def _sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     beyond = x.numel() - within - nan - _count(z.abs() == torch.inf)
     return (
         beyond, _count((y == 0).logical_and_(x != 0)), nan, inf,
-        _square_sum((x - y).nan_to_num_(0.0, 0.0, 0.0)), _square_sum(finite), finite.abs().amax().double(),
+        _square_sum((x - y).nan_to_num_(0.0, 0.0, 0.0)), _square_sum(finite),
+        finite.abs().amax().double(),
     )
 
 # %% ../../nbs/numbers/03_counts.ipynb #36462490
