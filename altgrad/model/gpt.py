@@ -132,8 +132,8 @@ class GPT(nn.Module):
 def attention_entropy(
     q: Tensor,  # queries, [B, heads, T, d], T at least 2
     k: Tensor,  # keys, the same shape
-) -> tuple[Tensor, Tensor]:  # per head, of the first sequence: mean entropy in nats; mean share of the largest possible, in [0, 1]
-    """Mean entropy of causal attention over queries;
+) -> tuple[Tensor, Tensor]:  # per head: mean entropy in nats, and mean share of the largest possible
+    """Mean entropy of the first sequence's causal attention over queries;
     the share leaves out the first position, which has no choice."""
     q, k = q[0].float(), k[0].float()
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -146,7 +146,7 @@ def attention_entropy(
 # %% ../../nbs/model/00_gpt.ipynb #80c720bc
 def loss_from(
     logits: Tensor,  # [B, T, V], or [B, labels]
-    y: Tensor,  # int64 [B, T], the tokens that follow; or floating-point [B, labels], 1 where a label applies and else 0
+    y: Tensor,  # int64 [B, T], the tokens that follow; or floats [B, labels], 1 where a label applies
 ) -> Tensor:  # scalar
     """Mean cross-entropy in nats, per token or per label, computed in float32,
     or in float64 where the logits are."""

@@ -27,7 +27,8 @@ def join() -> None:
     "Joins the processes that torchrun started; nothing where it did not, or started one."
     started = all(key in os.environ for key in _TOLD)
     if dist.is_initialized() or not started or os.environ["WORLD_SIZE"] == "1": return
-    import torch.distributed.nn  # noqa: F401 (its functions keep the group that exists when it is loaded as their default, and with it the group's threads)
+    # loaded now: its functions keep, as their default, the group that exists when it is loaded
+    import torch.distributed.nn  # noqa: F401
 
     backend = "gloo"
     if torch.cuda.is_available():

@@ -265,7 +265,7 @@ def not_one_graph(
         # rounded after the pass
         points += [p for p in rule.points().items() if p[0] != "weight_gradient"]
     for kind, p in points:
-        if p and p.rounding == "stochastic": return f"the {kind} is rounded by chance ({p})"
+        if p and p.rounding == "stochastic": return f"the {kind} is rounded stochastically ({p})"
         if p and kind == "gradient" and p.scaling != "current":
             return f"the gradient has a scale from its past ({p})"
     return ""

@@ -295,7 +295,8 @@ def _packed(path: Path) -> list[tuple[str, bytes]]:
                     raise InputError(
                         f"{str(path)!r} holds more than {LARGEST} bytes; allowed: smaller archives"
                     )
-                found.append((member.name.removeprefix("./"), tar.extractfile(member).read()))  # type: ignore[union-attr]  # it is a file
+                content = tar.extractfile(member).read()  # type: ignore[union-attr]  # it is a file
+                found.append((member.name.removeprefix("./"), content))
     except (tarfile.TarError, lzma.LZMAError, EOFError) as e:
         raise InputError(
             f"{str(path)!r} is not a whole {ARCHIVE} archive ({one_line(e, 200)})"
@@ -729,8 +730,8 @@ class LabelledCorpus(Corpus):
     "A corpus of whole documents and the labels of each."
     pad: int  # the token that fills up short documents: the one of the NUL byte
     labels: tuple[str, ...]  # names, the most frequent in the train split first
-    targets: dict[str, Tensor] = field(repr=False)  # of a split's documents: float32 [documents, labels], 1 where a document has the label
-    bounds: dict[str, np.ndarray] = field(repr=False)  # of a split's documents in its tokens: int64 [documents, 2], first and one past the last
+    targets: dict[str, Tensor] = field(repr=False)  # by split: float32 [documents, labels], 1 where a document has it
+    bounds: dict[str, np.ndarray] = field(repr=False)  # by split: int64 [documents, 2], first token and one past the last
 
     def batch(self, batch_size: int, block_size: int, seed: int, step: int,
               micro_step: int = 0) -> tuple[Tensor, Tensor]:

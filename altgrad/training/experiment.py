@@ -62,7 +62,7 @@ def _own_name(base: str, settings: dict[str, str]) -> str:
 
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de03
 def find_config(
-    spec: str,  # a YAML file's path, or the name of a packaged config; either with settings of its own as in e4m3_fp8:storage=grid_nearest
+    spec: str,  # a YAML file, or a packaged config's name; settings may follow: e4m3_fp8:storage=fp32
     changes: dict[str, Any] | None = None,  # fields to set on top of it; its own settings win
 ) -> TrainConfig:
     """A config by path or name, with changes;
@@ -143,10 +143,10 @@ def paired_gap(
 class Comparison:
     """The outcome of `compare`: one entry an arm,
     and the entropies that put the losses in proportion."""
-    arms: list[dict[str, Any]]  # of the first seed, each with `config`, `record` (run.json), `loss` (a number a step), `val` ([step, loss, perplexity])
+    arms: list[dict[str, Any]]  # of the first seed: `config`, `record`, `loss` by step, `val` ([step, loss, perplexity])
     unigram_entropy: float  # nats per token of the validation text
     bigram_entropy: float  # nats per token: the best that any table of token pairs can do on it
-    further: list[list[dict[str, Any]]] = field(default_factory=list)  # the same arms in the same order, for each further seed
+    further: list[list[dict[str, Any]]] = field(default_factory=list)  # the same arms, for each further seed
 
     @property
     def baseline(self) -> dict[str, Any]:

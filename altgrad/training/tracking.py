@@ -547,7 +547,7 @@ def _wandb_pieces(data: bytes) -> Iterator[bytes]:
 # %% ../../nbs/training/02_tracking.ipynb #2158854c
 def read_wandb(
     folder: Path | str,  # a run's folder
-) -> list[dict[str, Any]]:  # one for each wandb folder, in order of time: id, name, config, rows (step -> metric -> number), alerts
+) -> list[dict[str, Any]]:  # one a wandb folder, by time: id, name, config, rows (step -> metric -> number), alerts
     "What the offline mirror of a run holds."
     from wandb.proto import wandb_internal_pb2 as pb
 

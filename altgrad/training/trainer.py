@@ -17,6 +17,7 @@ import statistics
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -390,7 +391,7 @@ def lr_at(
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, c: TrainConfig) -> float:
     "Give every group its share of the schedule; return the rate of AdamW."
     lr = lr_at(step, c)
-    for group in (g for o in optimizers for g in o.param_groups):
+    for group in chain.from_iterable(o.param_groups for o in optimizers):
         group["lr"] = group["peak"] * (lr / c.lr) if group["peak"] != c.lr else lr
     return lr
 
@@ -416,7 +417,8 @@ def make_optimizers(
     optimizers: list[torch.optim.Optimizer] = [_adamw([*model.parameters()], c)]
     if c.rule != "adamw" or c.rule_lr is not None or any(isinstance(p, GridTensor) for p in ruled):
         optimizers = [config_rule(ruled, c), _adamw(others, c)]
-    for group in (g for o in optimizers for g in o.param_groups): group["peak"] = group["lr"]
+    for group in chain.from_iterable(o.param_groups for o in optimizers):
+        group["peak"] = group["lr"]
     return optimizers
 
 # %% ../../nbs/training/04_trainer.ipynb #791d10fe

@@ -98,7 +98,8 @@ def _stiff(
 ) -> StiffnessAdamW:
     return StiffnessAdamW([p], fmt, step, weight_decay=0.0, power=power, **more)
 
-RULES = {  # from a parameter, a format, the RMS of its first step, and what `RiemannianAdamW` and Madam move with lr = 1
+# from a parameter, a format, the RMS of its first step, and what `RiemannianAdamW` and `Madam` move with lr = 1
+RULES = {
     "AdamW": lambda p, fmt, step, ulps, size: _stiff(p, fmt, step, 0.0),
     "stiffness S^1/2": lambda p, fmt, step, ulps, size: _stiff(p, fmt, step, 0.5),
     "stiffness S^-1": lambda p, fmt, step, ulps, size: _stiff(p, fmt, step, -1.0, floor_octaves=16),

@@ -89,7 +89,7 @@ def gap_line(result: Comparison) -> str:
 # %% ../../nbs/views/00_report.ipynb #a1c0de21
 def comparison_table(
     result: Comparison,
-    width: int = 120,  # of the console, in characters; below 100 a row has its format, or its run's name where formats do not tell them apart
+    width: int = 120,  # characters of the console; below 100 a row has its format or its run's name, not both
 ) -> Table:
     "The comparison as a rich table."
     record = result.baseline["record"]

@@ -165,8 +165,9 @@ def health_metrics(
 ) -> dict[str, float]:  # path to value
     "The metrics of `HEALTH` by layer; under `all` the largest norm and the smallest ranks."
     rows = rows_of(found, "health")
-    values = {f"health/{layer}/{name}": float(value)
-              for layer, row in rows.items() for name, value in zip(RANKS, row)}
+    values: dict[str, float] = {}
+    for layer, row in rows.items():
+        values |= {f"health/{layer}/{name}": float(value) for name, value in zip(RANKS, row)}
     if not rows: return values
     columns = np.stack(list(rows.values())).T
     for (name, pick), column in zip(RANKS.items(), columns):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..basics import COLORS
+from ..basics import COLORS, INK
 from ..numbers.formats import FP8Format, get_format, ulp
 from ..geometry.storage import GridTensor
 from ..model.parallel import largest, total, world
@@ -34,18 +34,16 @@ def plot_ranges(
     """RMS and amax of every rounded tensor in its format's range,
     in octaves below the largest value."""
     import matplotlib.pyplot as plt
-    known = {path for path, value in values.items() if not math.isnan(value)}
-    rows = [
-        path.split("/")[1:3] for path in values if path in known and path.endswith("/rms_octaves")
-    ]
+    known = [path for path, value in values.items() if not math.isnan(value)]
+    rows = [path.split("/")[1:3] for path in known if path.endswith("/rms_octaves")]
     fig, ax = plt.subplots(figsize=(7, 0.6 + 0.17 * len(rows)), layout="constrained")
     for y, (layer, kind) in enumerate(rows):
         fmt, path = get_format(formats[kind]), f"quantization/{layer}/{kind}"
         rms, amax = -values[f"{path}/rms_octaves"], -values[f"{path}/headroom_octaves"]
         octaves = math.log2(fmt.max / fmt.min_spacing)
         ax.barh(y, octaves, left=-octaves, color=COLORS[fmt.name], alpha=0.25, height=0.8)
-        ax.plot([rms, amax], [y, y], color="0.3", lw=1, marker="o", markevery=[0], ms=4)
-        ax.plot(amax, y, "|", color="0.2", ms=8)
+        ax.plot([rms, amax], [y, y], color=INK, lw=1, marker="o", markevery=[0], ms=4)
+        ax.plot(amax, y, "|", color=INK, ms=8)
     ax.set_yticks(range(len(rows)), [f"{layer} {kind}" for layer, kind in rows], fontsize=7)
     ax.set(xlabel="octaves below the format's largest value")
     ax.invert_yaxis()
@@ -74,7 +72,7 @@ def plot_histogram_over_time(
         norm=LogNorm(1e-5, max(1e-4, share.max())), cmap="viridis", rasterized=True,
     )
     fig.colorbar(mesh, label="share of elements")
-    ax.set(xlabel="step", ylabel="code, in order of value", title=title, facecolor="0.9")
+    ax.set(xlabel="step", ylabel="code, in order of value", title=title)
     return fig
 
 # %% ../../nbs/watching/02_points.ipynb #13d11958
@@ -218,8 +216,10 @@ def _rates(rows: list[_Row]) -> dict[str, float]:
     single = {m.name for m in FROM_SUMS if not m.pooled}
     for name in single: columns[name][[row.layer == "all" for row in rows]] = np.nan
     paths = [f"quantization/{row.layer}/{row.kind}" for row in rows]
-    return {f"{path}/{name}": float(column[i])
-            for i, path in enumerate(paths) for name, column in columns.items()}
+    values: dict[str, float] = {}
+    for i, path in enumerate(paths):
+        values |= {f"{path}/{name}": float(column[i]) for name, column in columns.items()}
+    return values
 
 # %% ../../nbs/watching/02_points.ipynb #6eac384a
 def point_metrics(
@@ -229,15 +229,12 @@ def point_metrics(
     "The metrics of `QUANTIZATION` by point, and under `all` by kind."
     keys = [(name[1], name[2]) for name in found if name[0] == "sums"]
     rows = [
-        _Row(
-            layer, kind, found["sums", layer, kind], float(found["scale", layer, kind]),
-            formats[layer, kind],
-        )
-        for layer, kind in keys
+        _Row(*key, found["sums", *key], float(found["scale", *key]), formats[key]) for key in keys
     ]
     if not rows: return {}, {}
-    kinds = dict.fromkeys(row.kind for row in rows)
-    pooled = [_row_of_all(kind, [r for r in rows if r.kind == kind]) for kind in kinds]
+    by_kind: dict[str, list[_Row]] = {}
+    for row in rows: by_kind.setdefault(row.kind, []).append(row)
+    pooled = [_row_of_all(kind, alike) for kind, alike in by_kind.items()]
     values = _rates(rows + pooled)
     histograms: dict[str, np.ndarray] = {}
     for row in rows:

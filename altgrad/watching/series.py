@@ -17,8 +17,8 @@ from typing import Any, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from ..basics import (COLORS, LARGEST_RECORD, InputError, make_folder, one_line, parse_json,
-                            read_small, remove_leftovers, tell, write_atomic)
+from ..basics import (COLORS, INK, LARGEST_RECORD, InputError, make_folder, one_line,
+                            parse_json, read_small, remove_leftovers, tell, write_atomic)
 from .monitors import Measurement
 
 # %% ../../nbs/watching/05_series.ipynb #a0e581fb
@@ -40,7 +40,7 @@ def plot_by_layer(
     for ax, metric in zip(axes[:, 0], metrics):
         for path, (steps, values) in series.items():
             if not f"/{path}".endswith(f"/{metric}"): continue
-            if path.split("/")[1:2] == ["all"]: ax.plot(steps, values, color="0.1", lw=2)
+            if path.split("/")[1:2] == ["all"]: ax.plot(steps, values, color=INK, lw=2)
             else: ax.plot(steps, values, color=COLORS["E4M3"], lw=0.7, alpha=0.6)
         if metric in limits: ax.axhline(limits[metric], color=COLORS["E7M0"], ls=":", lw=1)
         ax.set(ylabel=metric.replace("/", "\n"), yscale="log" if metric in log else "linear")
@@ -104,12 +104,18 @@ def _table(rows: list[tuple[str, int, Any]], column: str, dtype: type) -> dict[s
     steps = np.array([row[1] for row in rows], np.int32)
     return {"path": tuple(row[0] for row in rows), "step": steps, column: data}
 
+def _value_rows(measurements: Iterable[Measurement]) -> Iterator[tuple[str, int, float]]:
+    for m in measurements:
+        for path, value in m.values.items(): yield path, m.step, value
+
+def _histogram_rows(measurements: Iterable[Measurement]) -> Iterator[tuple[str, int, np.ndarray]]:
+    for m in measurements:
+        for path, row in m.histograms.items(): yield path, m.step, row
+
 def _write_parts(folder: Path, waiting: list[Measurement]) -> dict[str, str]:
     "Writes measurements as parts named after the last one's step; the parts with their hashes."
-    values = [(path, m.step, value) for m in waiting for path, value in m.values.items()]
-    counts = [(path, m.step, row) for m in waiting for path, row in m.histograms.items()]
-    counts = [row for row in counts if row[0].split("/")[1] != "all"]
-    values = [row for row in values if not math.isnan(row[2])]
+    values = [row for row in _value_rows(waiting) if not math.isnan(row[2])]
+    counts = [row for row in _histogram_rows(waiting) if row[0].split("/")[1] != "all"]
     tables = {"values": _table(values, "value", np.float32)}
     if counts: tables["histograms"] = _table(counts, "counts", np.int32)
     names = {kind: f"{kind}-{waiting[-1].step:08d}.parquet" for kind in tables}
@@ -201,9 +207,8 @@ def read_histograms(folder: Path | str) -> Series:
 # %% ../../nbs/watching/05_series.ipynb #8fcdb550
 def series_of(measurements: Iterable[Measurement]) -> Series:
     "The series of measurements in memory."
-    rows = ((path, m.step, value) for m in measurements for path, value in m.values.items())
-    return _by_path(row for row in rows if not math.isnan(row[2]))
+    return _by_path(row for row in _value_rows(measurements) if not math.isnan(row[2]))
 
 def histograms_of(measurements: Iterable[Measurement]) -> Series:
     "The histograms of measurements in memory, as `read_histograms` gives them."
-    return _by_path((path, m.step, row) for m in measurements for path, row in m.histograms.items())
+    return _by_path(_histogram_rows(measurements))

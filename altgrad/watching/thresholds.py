@@ -11,6 +11,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Iterable
 
 import numpy as np
@@ -229,7 +230,7 @@ def set_weight_format(
         new[q.format] = fmt
         q.become(replace(q.precision, format=fmt))
         if isinstance(weight, GridTensor): _recode(weight, fmt)
-    for group in (group for o in optimizers for group in o.param_groups):
+    for group in chain.from_iterable(o.param_groups for o in optimizers):
         if group.get("fmt") in new: group["fmt"] = new[group["fmt"]]
 
 # %% ../../nbs/watching/06_thresholds.ipynb #6a2c704f

@@ -9,6 +9,7 @@ __all__ = ['QUANTILES', 'SIZES', 'plain_weight', 'plot_stiffness_field', 'Weight
 # %% ../../nbs/watching/03_updates.ipynb #bbec0265
 import math
 from functools import cache
+from itertools import chain
 from typing import Any, Callable, Iterable, Mapping, NamedTuple
 
 import numpy as np
@@ -162,8 +163,11 @@ def _quantiles(device: torch.device) -> Tensor: return torch.tensor(QUANTILES, d
 
 def decay_rates(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, float]:
     "The factor by which decoupled weight decay shrinks each parameter in a step, by its identity."
-    groups = [group for o in optimizers for group in o.param_groups]
-    return {id(p): g["lr"] * g.get("weight_decay", 0.0) for g in groups for p in g["params"]}
+    found: dict[int, float] = {}
+    for group in chain.from_iterable(o.param_groups for o in optimizers):
+        rate = group["lr"] * group.get("weight_decay", 0.0)
+        found |= dict.fromkeys(map(id, group["params"]), rate)
+    return found
 
 class _Weight(NamedTuple):
     "A layer's weight at one moment."
@@ -229,13 +233,13 @@ class UpdateCounts:
     @torch.no_grad()
     def start(self) -> None:
         "Keeps the weights as they are."
-        self.old = {
-            name: _Weight(*(t.clone() for t in _weight_now(m))) for name, m in self.layers.items()
-        }
-        grids = {name: m.weight.data for name, m in self.layers.items()}
-        self.counts = {
-            name: w.how["counts"].clone() for name, w in grids.items() if isinstance(w, GridTensor)
-        }
+        self.old: dict[str, _Weight] = {}
+        self.counts: dict[str, Tensor] = {}
+        for name, m in self.layers.items():
+            values, scale = _weight_now(m)
+            self.old[name] = _Weight(values.clone(), scale.clone())
+            w = m.weight.data
+            if isinstance(w, GridTensor): self.counts[name] = w.how["counts"].clone()
 
     @torch.no_grad()
     def stop(self, parcel: Parcel, decay: Mapping[int, float] = {}) -> None:  # noqa: B006
@@ -287,8 +291,8 @@ def update_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
 ) -> dict[str, float]:  # path to value; NaN where it is not defined
     "The metrics of `UPDATES` by layer, and of the counts under `all`."
-    rows = [(name, on_grid, found["updates", name, fmt, on_grid])
-            for what, *key in found if what == "updates" for name, fmt, on_grid in [key]]
+    keys = [key for key in found if key[0] == "updates"]
+    rows = [(name, on_grid, found[what, name, fmt, on_grid]) for what, name, fmt, on_grid in keys]
     for kind in (True, False):
         alike = [row for _, on_grid, row in rows if on_grid == kind]
         if alike: rows.append(("all", kind, np.sum(alike, 0)))
