@@ -47,11 +47,11 @@ def is_code(line: str) -> bool:
 
 
 def nested_f_strings(tree: ast.AST) -> int:
-    "How many f-strings stand within another one."
-    outer = [n for n in ast.walk(tree) if isinstance(n, ast.JoinedStr)]
-    return sum(
-        isinstance(inner, ast.JoinedStr) and inner is not n for n in outer for inner in ast.walk(n)
-    )
+    "How many f-strings stand within another one; the `.2f` of `{x:.2f}` is one to `ast`, not here."
+    every = [n for n in ast.walk(tree) if isinstance(n, ast.JoinedStr)]
+    specs = {id(n.format_spec) for n in ast.walk(tree) if isinstance(n, ast.FormattedValue)}
+    within = {id(inner) for n in every for inner in ast.walk(n) if inner is not n}
+    return sum(id(n) in within and id(n) not in specs for n in every)
 
 
 def tangled(tree: ast.AST) -> int:
