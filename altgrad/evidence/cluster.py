@@ -20,7 +20,7 @@ from .replicas import kind_if_stacked, work_batch
 
 # %% ../../nbs/evidence/05_cluster.ipynb #ac2811e1
 def _work_on_node(setup: tuple, run: str, arm: Arm, device: str | None) -> dict[str, Any]:
-    "One run in a process of the cluster, on a device if one is named."
+    "Make one run in a process of the cluster, on a device if one is named."
     bench = sweep.start_bench(setup)
     try: here = run_id(identity(arm, bench))
     except (InputError, OSError) as e:
@@ -111,7 +111,7 @@ class RayWorkers:
         if self.owner: self.ray.shutdown()
 
     def submit(self, work: Callable, arm: Arm) -> Future:
-        """A run, somewhere; its future holds the row, or the error.
+        """Make a run somewhere; its future holds the row, or the error.
         One that cannot be stacked is made on a CPU."""
         gpus, device = self.gpus, self.device
         if kind_if_stacked(arm) is None: gpus, device = 0.0, None

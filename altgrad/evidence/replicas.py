@@ -304,6 +304,7 @@ def _update(r: "Replicas", grads: list[Tensor], step: int) -> list[Tensor]:
     r.scale = torch.where(r.on_grid, kept, r.fresh_scales())
     return proposed
 
+# %% ../../nbs/evidence/04_replicas.ipynb #b3e6d9f4
 def _keys(r: "Replicas", step: int) -> Any:
     "The keys of the stochastic bits of an update, [R, tensors]."
     seeds: Any = r.seeds  # columns where a key takes whole numbers: the arithmetic is the same

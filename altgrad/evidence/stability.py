@@ -11,7 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping, NamedTuple
 
-from ..basics import COLORS, InputError
+from ..basics import COLORS, INK, InputError
 from ..numbers.formats import EIGHT_BIT
 from .instrument import Arm, Bench
 from .sweep import Job, Matrix, Plan, Sweep
@@ -137,16 +137,16 @@ def _draw_rates(ax: Any, rows: list[Mapping[str, Any]], label: str, style: str) 
     "A storage's largest stable rates: a line over the formats, or across for the one without."
     rows = sorted(rows, key=lambda r: EIGHT_BIT.index(r["format"]))
     rates = [r["stable"] for r in rows]
-    if len(rows) == 1: ax.axhline(rates[0], ls=style, color="0.4", lw=1, label=label)
+    if len(rows) == 1: ax.axhline(rates[0], ls=style, color=INK, lw=1, label=label)
     if len(rows) < 2: return
     x = [EIGHT_BIT.index(r["format"]) for r in rows]
-    ax.plot(x, rates, style, color="0.4", lw=1, label=label)
+    ax.plot(x, rates, style, color=INK, lw=1, label=label)
     ax.scatter(x, rates, color=[COLORS[r["format"]] for r in rows], zorder=3)
 
 def _draw_tuned(ax: Any, best: Mapping[tuple, float], arm: tuple) -> None:
     "Circles at the tuned learning rates of a storage, a rule and a power."
     tuned = [(EIGHT_BIT.index(fmt), lr) for (fmt, *of), lr in best.items() if tuple(of) == arm]
-    if tuned: ax.plot(*zip(*tuned), "o", mfc="none", color="0.5", ms=7, lw=0)
+    if tuned: ax.plot(*zip(*tuned), "o", mfc="none", color=INK, ms=7, lw=0)
 
 def _draw_none(ax: Any, rows: list[Mapping[str, Any]]) -> None:
     "Crosses at the foot, for formats without a stable rate."
@@ -178,8 +178,8 @@ def plot_max_lr(
         _draw_none(ax, mine)
         named = f"{rule}, power {power:g}" if rule == "stiffness_adamw" else str(rule)
         ax.set(yscale="log", title=named)
-        ax.set_xticks(range(len(EIGHT_BIT)), EIGHT_BIT, rotation=60, fontsize=8)
+        ax.set_xticks(range(len(EIGHT_BIT)), EIGHT_BIT, rotation=60, fontsize=10)
         ax.grid(axis="y", alpha=0.3)
     axes[0, 0].set_ylabel("largest stable learning rate")
-    axes[0, 0].legend(frameon=False, fontsize=8)
+    axes[0, 0].legend(frameon=False, fontsize=10)
     return fig

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
-from itertools import combinations
+from itertools import chain, combinations, product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Callable, Iterable, Mapping, NamedTuple
@@ -26,7 +26,7 @@ from typing import Any, Callable, Iterable, Mapping, NamedTuple
 import numpy as np
 from scipy.stats import t as student_t
 
-from ..basics import COLORS, InputError
+from ..basics import COLORS, INK, InputError
 from ..numbers.formats import EIGHT_BIT
 from .instrument import Arm
 from .sweep import Loss, Matrix, Plan, Tuning, loss_of_row, plan, read_rows
@@ -38,9 +38,9 @@ def read_ledger(
     "All runs of a ledger; InputError where the folder holds none."
     files = sorted(Path(folder).glob("*.parquet"))
     if not files: raise InputError(f"no ledger in {folder}: allowed is a folder of parquet files")
-    rows = [row for file in files for row in read_rows(file)]
-    return list({row["run"]: row
-                 for row in sorted(rows, key=lambda r: not r.get("error"))}.values())
+    rows = chain.from_iterable(map(read_rows, files))
+    failed_first = sorted(rows, key=lambda r: not r.get("error"))
+    return list({row["run"]: row for row in failed_first}.values())
 
 def arm_of(
     row: Mapping[str, Any],
@@ -79,8 +79,9 @@ class Study:
     def _planned(self, cell: Arm) -> list[Arm]:
         t = self.tuned.get(cell)
         if t is None or t.missing: return []
-        return [replace(cell, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=s)
-                for c in self.checkpoints for s in self.seeds]
+        tuned = replace(cell, lr=t.rates[t.best], split="confirm")
+        pairs = product(self.checkpoints, self.seeds)
+        return [replace(tuned, checkpoint=c, seed=s) for c, s in pairs]
 
     def powers(self, fmt: str, storage: str) -> list[float]:
         "The powers of a format under a storage whose tuning is complete, in order."
@@ -190,7 +191,7 @@ def progress(
     "Counts the runs of a matrix."
     p = study.plans[matrix.name]
     grid = sum(len(t.rates) for t in p.found.values()) * len(matrix.tune_seeds)
-    confirmed = [row for cell in p.found for row in study.runs(cell)]
+    confirmed = list(chain.from_iterable(map(study.runs, p.found)))
     edges = sum(bool(t.edge) and not t.missing for t in p.found.values())
     planned = len(p.found) * len(study.checkpoints) * len(study.seeds)
     tuning = grid - sum(len(t.missing) for t in p.found.values())
@@ -227,7 +228,8 @@ Weights = dict[Arm, float]  # a weight for each cell
 
 def slope(study: Study, fmt: str, storage: str, powers: tuple[float, ...] = POWERS) -> Weights:
     "The least-squares slope of the loss in p, over powers that sum to zero."
-    return {study.cell(fmt, storage, p): p / sum(q * q for q in powers) for p in powers}
+    squares = sum(q * q for q in powers)
+    return {study.cell(fmt, storage, p): p / squares for p in powers}
 
 def minus(a: Weights, b: Weights) -> Weights:
     "The difference of two contrasts."
@@ -266,11 +268,12 @@ def _draws(checkpoints: int, seeds: int, pieces: int, draws: int) -> tuple[np.nd
     first = rng.integers(checkpoints, size=(draws, checkpoints, 1))
     pairs = (first * seeds
              + rng.integers(seeds, size=(draws, checkpoints, seeds))).reshape(draws, -1)
-    count = lambda drawn, n: (
-        np.apply_along_axis(np.bincount, 1, drawn, minlength=n) / drawn.shape[1]
-    )
-    return count(pairs, checkpoints * seeds), count(rng.integers(pieces, size=(draws, pieces)),
-                                                    pieces)
+    drawn = rng.integers(pieces, size=(draws, pieces))
+    return _shares(pairs, checkpoints * seeds), _shares(drawn, pieces)
+
+def _shares(drawn: np.ndarray, n: int) -> np.ndarray:
+    "How often each of n was drawn, [draws, n], as shares."
+    return np.apply_along_axis(np.bincount, 1, drawn, minlength=n) / drawn.shape[1]
 
 def bootstrap(
     d: np.ndarray,  # [checkpoints, seeds, pieces]
@@ -339,11 +342,8 @@ def _effect(mean: float, variance: float, df: int, drawn: np.ndarray, pairs: np.
     """An estimate from the variance of a mean, means drawn by the bootstrap,
     and the pairs [checkpoints, seeds]."""
     half = float(student_t.ppf(0.975, df)) * math.sqrt(variance)
-    p = (
-        float(2 * student_t.sf(abs(mean) / math.sqrt(variance), df))
-        if variance
-        else float(mean == 0)
-    )
+    p = float(mean == 0)
+    if variance: p = float(2 * student_t.sf(abs(mean) / math.sqrt(variance), df))
     low, high = np.quantile(drawn, (0.025, 0.975)).tolist()
     return Effect(mean, (low, high), (mean - half, mean + half), max(p, LEAST_P),
                   tuple(pairs.mean(1).tolist()), pairs.shape[1])
@@ -542,18 +542,21 @@ def effect_text(
     "An estimate and an interval for people."
     if e is None: return "not run"
     low, high = getattr(e, which)
-    number = lambda x: f"{0.0 if abs(x) < 0.5 * 10**-digits else x:+.{digits}f}"
-    return f"{number(e.mean)} [{number(low)}, {number(high)}]"
+    def shown(x: float) -> str:
+        if abs(x) < 0.5 * 10**-digits: x = 0.0
+        return f"{x:+.{digits}f}"
+    return f"{shown(e.mean)} [{shown(low)}, {shown(high)}]"
 
 # %% ../../nbs/evidence/02_study.ipynb #1dbcd0c8
 def candidates(study: Study, fmt: str, storage: str) -> dict[Arm, float]:
     """The rules that compete for a format under a storage,
     with their tuning losses: tuned there and in FP32."""
-    ready = lambda cell: cell in study.tuned and not study.tuned[cell].missing
-    cells = [a for a in study.tuned if (a.format, a.storage) == (fmt, storage) and ready(a)
-             and ready(replace(a, storage="fp32"))]
-    return {a: min(study.tuned[a].losses) for a in cells if a != study.cell(fmt, storage)
-            and a.rule != "adamw"}
+    ready = {cell for cell, t in study.tuned.items() if not t.missing}
+    plain, found = study.cell(fmt, storage), {}
+    for a, t in study.tuned.items():
+        if (a.format, a.storage) != (fmt, storage) or a == plain or a.rule == "adamw": continue
+        if a in ready and replace(a, storage="fp32") in ready: found[a] = min(t.losses)
+    return found
 
 def best_rule(study: Study, fmt: str, storage: str) -> Arm | None:
     "The candidate with the least mean tuning loss; of equal ones the smaller |p|."
@@ -598,8 +601,8 @@ def rank_gains(
         there = instead.get((storage, f), study)
         if cell := best_rule(there, f, storage):
             found[f] = there, contrast(there, gain(there, cell))
-    gains = {f: e for f, (_, d) in found.items() if (e := effect(d))}
-    gains = dict(sorted(gains.items(), key=lambda item: -item[1].mean))
+    known = {f: e for f, (_, d) in found.items() if (e := effect(d))}
+    gains = {f: known[f] for f in sorted(known, key=lambda f: -known[f].mean)}
     if not gains: return Ranking(Place.NOT_RUN, {}, None)
     first, *rest = gains
     lead = _lead(found[first], found[rest[0]]) if rest else gains[first]
@@ -627,8 +630,10 @@ def primary_family(
     instead: Mapping[tuple[str, str], Study] = MappingProxyType({}),  # by storage and format: another study to take
 ) -> dict[tuple[str, str], Judged]:  # by storage and format
     "D of every storage and every format with more than one spacing."
-    d_of = lambda of, s, f: effect(contrast(of, slope_over_fp32(of, f, s)))
-    found = {(s, f): d_of(instead.get((s, f), study), s, f) for s in QUANTIZED for f in PRIMARY}
+    found: dict[tuple[str, str], Effect | None] = {}
+    for s, f in product(QUANTIZED, PRIMARY):
+        there = instead.get((s, f), study)
+        found[s, f] = effect(contrast(there, slope_over_fp32(there, f, s)))
     known = {key: e.p for key, e in found.items() if e}
     adjusted = dict(zip(known, holm(list(known.values()), len(found))))
     return {key: Judged(e, p := adjusted.get(key, 1.0), judge(e, SMALLEST / 2, p))
@@ -640,10 +645,11 @@ def what_matters(
     "The contrasts of effects that matter: of the primary family, and of the best rules."
     found = {("D", s, f): slope_over_fp32(study, f, s)
              for (s, f), member in primary_family(study).items() if member.verdict == "matters"}
-    best = {(s, f): cell for s in QUANTIZED for f in RANKED if (cell := best_rule(study, f, s))}
-    gains = {("B", *key): gain_over_fp32(study, cell) for key, cell in best.items()}
-    return found | {key: w for key, w in gains.items()
-                    if judge(effect(contrast(study, w)), SMALLEST) == "matters"}
+    for s, f in product(QUANTIZED, RANKED):
+        if not (cell := best_rule(study, f, s)): continue
+        w = gain_over_fp32(study, cell)
+        if judge(effect(contrast(study, w)), SMALLEST) == "matters": found["B", s, f] = w
+    return found
 
 # %% ../../nbs/evidence/02_study.ipynb #60c5e8c4
 class Moved(NamedTuple):
@@ -692,11 +698,10 @@ def moved(
     seeds: Iterable[int] = (0,),  # of the confirmation, those that were run beside the tuned rates as well
 ) -> Moved | None:  # None where an arm was not confirmed
     "A contrast from confirmation runs, each arm at its tuned rate and half an octave beside it."
-    pairs: list[dict[str, Any]] = [dict(checkpoint=c, seed=s, split="confirm")
-                                   for c in study.checkpoints for s in seeds]
+    pairs = list(product(study.checkpoints, seeds))
     def loss(cell: Arm, k: int) -> float:
-        found = [study.rows.get(replace(cell, lr=study.tuned[cell].rates[k], **pair), {})
-                 for pair in pairs]
+        run = replace(cell, lr=study.tuned[cell].rates[k], split="confirm")
+        found = [study.rows.get(replace(run, checkpoint=c, seed=s), {}) for c, s in pairs]
         return sum(row.get("val_loss", math.nan) for row in found) / len(pairs)
     return _moved(study, weights, loss)
 
@@ -709,8 +714,10 @@ class Prediction(NamedTuple):
 
 def _fit(X: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
     "Least squares with an intercept: predictions at x."
-    one = lambda a: np.column_stack([np.ones(len(a)), a])
-    return one(x) @ np.linalg.lstsq(one(X), y, rcond=None)[0]
+    fitted = np.linalg.lstsq(_with_one(X), y, rcond=None)[0]
+    return _with_one(x) @ fitted
+
+def _with_one(a: np.ndarray) -> np.ndarray: return np.column_stack([np.ones(len(a)), a])
 
 def _press(X: np.ndarray, y: np.ndarray) -> np.ndarray:
     "Each y predicted from the others."
@@ -724,7 +731,8 @@ def leave_one_out(
     most: int = 2,  # metrics in one line
 ) -> Prediction:
     "Predicts each format from the others, the choice of metrics included."
-    sets = [s for k in range(1, most + 1) for s in combinations(metrics, k)]
+    sizes = range(1, most + 1)
+    sets = list(chain.from_iterable(combinations(metrics, size) for size in sizes))
     table = lambda names: np.column_stack([
         (metrics[n] - metrics[n].mean()) / (metrics[n].std() or 1.0) for n in names
     ])
@@ -757,9 +765,11 @@ def costs(study: Study, storage: str, rule: str = "stiffness_adamw") -> list[Cos
         if not meant or twin is None or is_frozen(row) or is_frozen(twin): continue
         groups[arm.format, arm.power, arm.lr].append((row["val_loss"] - twin["val_loss"],
                                                       row["noise_rms"] ** 2))
-    means = ((key, np.mean(found, axis=0).tolist(), len(found))
-             for key, found in sorted(groups.items()))
-    return [Cost(*key, excess, noise, runs) for key, (excess, noise), runs in means]
+    points = []
+    for key, found in sorted(groups.items()):
+        excess, noise = np.mean(found, axis=0).tolist()
+        points.append(Cost(*key, excess, noise, len(found)))
+    return points
 
 # %% ../../nbs/evidence/02_study.ipynb #1338aa77
 def predict_costs(
@@ -767,11 +777,13 @@ def predict_costs(
     same: tuple[str, ...] = ("lr",),  # fields of `Cost` on which the constant may depend
 ) -> np.ndarray:  # predicted excess, NaN where no other format has the same
     "Excess = k x noise, with k by least relative error over the other formats."
-    key = lambda p: tuple(getattr(p, name) for name in same)
-    k = lambda p: [math.log(q.excess / q.noise) for q in points if key(q) == key(p)
-                   and q.format != p.format and q.excess > 0 and q.noise > 0]
-    return np.array([p.noise * math.exp(np.mean(found)) if (found := k(p)) else math.nan
-                     for p in points])
+    predicted = []
+    for p in points:
+        others = [q for q in points if q.format != p.format and q.excess > 0 and q.noise > 0
+                  and all(getattr(q, name) == getattr(p, name) for name in same)]
+        logs = [math.log(q.excess / q.noise) for q in others]
+        predicted.append(p.noise * math.exp(np.mean(logs)) if logs else math.nan)
+    return np.array(predicted)
 
 # %% ../../nbs/evidence/02_study.ipynb #e281ef2a
 def _padded(series: list[list[float]]) -> np.ndarray:
@@ -789,16 +801,20 @@ def course(
     found = _padded([row["course"].get(key, []) for row in study.runs(cell) if row.get("course")])
     return np.nanmean(found, axis=0) if found.size else np.array([])
 
+def _curves(study: Study, cell: Arm) -> dict[tuple[str, int], list[float]]:
+    "The training losses of a cell's confirmation runs, by checkpoint and seed."
+    runs = [row for row in study.runs(cell) if row.get("curve")]
+    return {(row["checkpoint"], row["seed"]): row["curve"] for row in runs}
+
 def training_gap(
     study: Study,
     cell: Arm,
     other: Arm,  # e.g. AdamW in FP32
 ) -> np.ndarray:  # [windows of 10 updates], mean over pairs that both have; empty where there is none
     "Training loss of a cell minus another's on the same batches."
-    by_pair = lambda c: {(r["checkpoint"], r["seed"]): r["curve"] for r in study.runs(c)
-                         if r.get("curve")}
-    a, b = by_pair(cell), by_pair(other)
-    found = _padded([[x - y for x, y in zip(a[key], b[key])] for key in a if key in b])
+    a, b = _curves(study, cell), _curves(study, other)
+    both = [(a[key], b[key]) for key in a if key in b]
+    found = _padded([[x - y for x, y in zip(*curves)] for curves in both])
     return np.nanmean(found, axis=0) if found.size else np.array([])
 
 # %% ../../nbs/evidence/02_study.ipynb #cdb17a2f
@@ -836,12 +852,12 @@ def plot_parallel(
     for i, name in enumerate(axes):
         column = np.array([v[name] for v in values.values()], float)
         place[i], (low, high) = _heights(column, name in log)
-        ax.text(i, -0.04, f"{low:.3g}", ha="center", va="top", fontsize=7, color="0.35")
-        ax.text(i, 1.04, f"{high:.3g}", ha="center", va="bottom", fontsize=7, color="0.35")
-        ax.axvline(i, color="0.85", lw=0.8, zorder=0)
+        ax.text(i, -0.04, f"{low:.3g}", ha="center", va="top", fontsize=9, color=INK)
+        ax.text(i, 1.04, f"{high:.3g}", ha="center", va="bottom", fontsize=9, color=INK)
+        ax.axvline(i, color=INK, alpha=0.4, lw=0.8, zorder=0)
     for line, y in zip(values, place.T):
-        ax.plot(y, "o-", ms=4, lw=1.6, color=COLORS.get(line, "0.3"), label=line)
-    ax.set_xticks(range(len(axes)), axes, fontsize=8)
+        ax.plot(y, "o-", ms=4, lw=1.6, color=COLORS.get(line, INK), label=line)
+    ax.set_xticks(range(len(axes)), axes, fontsize=10)
     ax.set_yticks([])
     ax.set_ylim(-0.15, 1.15)
     ax.spines[:].set_visible(False)

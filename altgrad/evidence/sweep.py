@@ -540,7 +540,9 @@ def start_bench(
         _WORKER["bench"], _WORKER["setup"] = Bench(*setup), setup
     return _WORKER["bench"]
 
-def worker_bench() -> Bench: return _WORKER["bench"]  # the one of `start_bench`
+def worker_bench() -> Bench:
+    "Return the bench that `start_bench` made."
+    return _WORKER["bench"]
 
 def failure(
     e: BaseException,
