@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 ISOLATED := env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME -u XDG_DATA_HOME HOME="$(CURDIR)/.venv/home" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test portable kills hostile verify bench style evidence lab export notebooks readme docs quarto
+.PHONY: help demo test portable kills hostile verify bench style house evidence lab export notebooks readme docs quarto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -53,6 +53,9 @@ bench: $(INSTALLED) ## time the code against other libraries; libraries in folde
 
 style: $(INSTALLED) ## measure how the code reads, beside what is wanted
 	@$(BIN)/python .ci/style.py
+
+house: $(INSTALLED) ## draw the floors and who imports whom, nbs/images/house.svg
+	@$(BIN)/python .ci/house.py
 
 # Nothing is trained: the pages read nbs/results/ledger (.ci/ledger.py writes it from a sweep's own ledger).
 EVIDENCE := the_answer failure_atlas dashboard better_rule

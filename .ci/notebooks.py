@@ -189,8 +189,9 @@ def colab_cell(name: str) -> str:
         "import subprocess",
         "",
         'if os.path.isdir("/content"):  # Google Colab',
-        f'    subprocess.run("git clone -q --depth 1 {config.git_url} /content/altgrad && pip '
-        'install -q \'/content/altgrad[dev]\'", shell=True, check=True)',
+        f'    clone = "git clone -q --depth 1 {config.git_url} /content/altgrad"',
+        '    install = "pip install -q \'/content/altgrad[dev]\'"',
+        '    subprocess.run(f"{clone} && {install}", shell=True, check=True)',
         f'    os.chdir("/content/altgrad/{posixpath.dirname(f"nbs/{name}")}")',
     ])
 

@@ -1,9 +1,11 @@
 """What is the same on every CPU, bit for bit, recomputed here; and every tolerance says where it
 comes from."""
 import importlib.util
+import ast
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -158,38 +160,46 @@ BARE = re.compile(
 )
 
 
-def lines() -> list[tuple[str, str, str]]:
-    "Place, line and the line above it, of the code of tests and notebooks."
-    files = {
-        path.name: path.read_text(encoding="utf-8")
-        for path in (ROOT / "tests").glob("*.py")
-        if path != Path(__file__).resolve()
-    }
+def sources() -> Iterator[tuple[str, str]]:
+    "Place and code of every test module and every code cell."
+    for path in (ROOT / "tests").glob("*.py"):
+        if path != Path(__file__).resolve(): yield path.name, path.read_text(encoding="utf-8")
     for path in (ROOT / "nbs").rglob("*.ipynb"):
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        files[str(path.relative_to(ROOT))] = "\n".join(
-            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"
-        )
-    return [
-        (name, line, above)
-        for name, text in files.items()
-        for above, line in zip(["", *text.splitlines()], text.splitlines())
-    ]
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] == "code":
+                yield str(path.relative_to(ROOT)), re.sub(r"(?m)^[%!].*", "", "".join(cell["source"]))
 
 
-def is_unexplained(line: str, above: str) -> bool:
-    """Whether a line compares with a decimal tolerance and no comment,
+def statements() -> Iterator[tuple[str, str, str]]:
+    "Place, statement and what stands above it: a comment above several assertions is for them all."
+    for name, source in sources():
+        lines, above = source.splitlines(), {}
+        for node in sorted(simple(ast.parse(source)), key=lambda n: n.lineno):
+            first = node.lineno
+            before = lines[first - 2] if first > 1 else ""
+            if isinstance(node, ast.Assert): before = above.get(first - 1, before)
+            above[node.end_lineno] = before
+            yield name, "\n".join(lines[first - 1 : node.end_lineno]), before
+
+
+def simple(tree: ast.AST) -> list[ast.stmt]:
+    "The statements that hold no others."
+    return [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and not hasattr(n, "body")]
+
+
+def is_unexplained(code: str, above: str) -> bool:
+    """Whether a statement compares with a decimal tolerance and no comment,
     there or above, says where that comes from."""
     return (
-        bool(BARE.search(line))
-        and not re.search(r"\s# \w", line)
+        bool(BARE.search(code))
+        and not re.search(r"\s# \w", code)
         and not above.strip().startswith("# ")
     )
 
 
 def test_every_tolerance_says_where_it_comes_from():
     assert [
-        (name, line.strip()) for name, line, above in lines() if is_unexplained(line, above)
+        (name, code) for name, code, above in statements() if is_unexplained(code, above)
     ] == []
 
 

@@ -199,7 +199,7 @@ def _mix(h: Tensor | int) -> Tensor | int:
 
 def rounding_key(
     seed: int,  # of the run
-    step: int | Tensor = 0,  # the update; a scalar int64 tensor where a compiled training step must not depend on its value
+    step: int | Tensor = 0,  # the update; a scalar int64 tensor where a compiled step must not depend on its value
     tensor: int = 0,  # number of the tensor in its model
 ) -> int | Tensor:  # 62 bits; a tensor if `step` is one
     "A key for stochastic rounding: different for every seed, step and tensor."
@@ -362,7 +362,7 @@ _AFTER = {"cpu": 1 << 32, "cuda": 0}
 state: dict[str, Any] = {"path": "auto", "broken": False, "rounded": 0}
 
 def set_path(
-    path: str,  # auto: by size and device, when enough was rounded to make up for compiling; eager; compiled: for every size, at once
+    path: str,  # auto: compiled once enough was rounded to pay for it; eager; compiled: for every size, at once
 ) -> str:  # the path until now, to be set back
     "Chooses how all later calls compute, never what; InputError for an unknown path."
     if path not in PATHS: raise unknown("path", path, PATHS)

@@ -30,7 +30,7 @@ def fake_quantize(
     scale: Tensor | float = 1.0,  # positive divisor, broadcastable to `x`; gets no gradient
     *,
     rounding: str = "nearest",  # one of `ROUNDING`
-    overflow: str = "saturate",  # one of `OVERFLOW`: what happens beyond the limits, and beyond what the dtype of `x` holds
+    overflow: str = "saturate",  # one of `OVERFLOW`: what happens beyond the limits, and beyond the dtype of `x`
     key: int | Tensor | None = None,  # for stochastic rounding, from `rounding_key`: an int, or a scalar int64 tensor
     random_bits: int = 24,  # that stochastic rounding spends on an element, 1 to 24
     gradient: str = "straight_through",  # one of `GRADIENTS`: clipped is zero where the value overflowed

@@ -731,7 +731,7 @@ class LabelledCorpus(Corpus):
     pad: int  # the token that fills up short documents: the one of the NUL byte
     labels: tuple[str, ...]  # names, the most frequent in the train split first
     targets: dict[str, Tensor] = field(repr=False)  # by split: float32 [documents, labels], 1 where a document has it
-    bounds: dict[str, np.ndarray] = field(repr=False)  # by split: int64 [documents, 2], first token and one past the last
+    bounds: dict[str, np.ndarray] = field(repr=False)  # by split: int64 [documents, 2], first token, one past the last
 
     def batch(self, batch_size: int, block_size: int, seed: int, step: int,
               micro_step: int = 0) -> tuple[Tensor, Tensor]:

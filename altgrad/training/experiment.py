@@ -143,7 +143,7 @@ def paired_gap(
 class Comparison:
     """The outcome of `compare`: one entry an arm,
     and the entropies that put the losses in proportion."""
-    arms: list[dict[str, Any]]  # of the first seed: `config`, `record`, `loss` by step, `val` ([step, loss, perplexity])
+    arms: list[dict[str, Any]]  # of the first seed: `config`, `record`, `loss` by step, `val`: [step, loss, perplexity]
     unigram_entropy: float  # nats per token of the validation text
     bigram_entropy: float  # nats per token: the best that any table of token pairs can do on it
     further: list[list[dict[str, Any]]] = field(default_factory=list)  # the same arms, for each further seed
