@@ -23,6 +23,7 @@ import yaml
 # %% ../nbs/basics.ipynb #e6e2d085
 MESSAGE = 300  # characters of a message at most
 
+# %% ../nbs/basics.ipynb #9d8811ff
 def one_line(
     text: object,  # anything
     most: int = MESSAGE,  # characters
@@ -34,6 +35,7 @@ def one_line(
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return line if len(line) <= most else one_line(line, most)
 
+# %% ../nbs/basics.ipynb #495ad765
 class InputError(ValueError):
     """What the user gave is wrong; the message is one line of at most `MESSAGE`
     characters that names the fault and what is allowed."""
@@ -100,6 +102,7 @@ def make_folder(
     try: Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as e: raise WriteError(f"cannot create {path}: {e.strerror}") from None
 
+# %% ../nbs/basics.ipynb #f1e1e097
 def remove_leftovers(
     folder: Path | str,  # that no other process writes to
 ) -> None:
@@ -114,6 +117,7 @@ def _at_once(path: str, flags: int) -> int:
     "Opens without waiting for someone to write, as a pipe would."
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
+# %% ../nbs/basics.ipynb #2f201d0f
 def read_small(
     path: Path | str,
     largest: int = LARGEST,  # bytes
@@ -178,6 +182,7 @@ def parse_yaml(
         where = f" (line {mark.line + 1})" if mark else ""
         raise InputError(f"{name} is not valid YAML{where}: {why}") from None
 
+# %% ../nbs/basics.ipynb #c7469ab5
 def read_yaml(path: Path | str) -> Any:
     "The content of a YAML file; InputError in one line for every fault."
     return parse_yaml(read_small(path), path)
@@ -192,6 +197,7 @@ def parse_json(
     try: return json.loads(text, parse_constant=_no_constant)
     except RecursionError: raise ValueError("it is too deep") from None
 
+# %% ../nbs/basics.ipynb #d5dbd81b
 def is_number(value: Any) -> bool:
     """Whether a value is an int or a float that is finite; a bool is none,
     and neither is an int that no float can hold."""
@@ -215,6 +221,7 @@ def svg_bars(
         'fill="none"/></svg>'
     )
 
+# %% ../nbs/basics.ipynb #6f30199e
 def html_card(
     title: str,
     facts: Mapping[str, object],  # what is told -> its value
@@ -242,6 +249,7 @@ MARKERS = dict(zip(COLORS, "oPsD^vX*"))  # for those who see no colours
 # %% ../nbs/basics.ipynb #ba51c008
 INK = "#7f7f7f"  # letters and axes: seen on white and on black
 
+# %% ../nbs/basics.ipynb #43b933b7
 def figure_style() -> dict[str, Any]:  # for `plt.rcParams.update`
     "The settings of matplotlib that the figures of this project share."
     written = dict.fromkeys(

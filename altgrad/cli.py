@@ -43,6 +43,7 @@ seeds
   t interval over the seeds; "within noise" says that the interval includes zero. With one seed no gap is shown.
 """
 
+# %% ../nbs/cli.ipynb #9b42d82d
 _LEAVES = """
 what a run leaves behind
   <out>/<name>/config.yaml     every setting
@@ -208,6 +209,7 @@ def _add_sweep(commands: Any) -> None:
     _add_accept(p)
     _add_corpus(p)
 
+# %% ../nbs/cli.ipynb #be84e681
 def _add_executor(p: argparse.ArgumentParser) -> None:
     p.add_argument("--executor", choices=("local", "ray", "batched"), default="local",
                    help="how the runs are made (default: local, one after another in each worker); "
@@ -232,11 +234,13 @@ def _add_replay(commands: Any) -> None:
                         "texts and checkpoints beside it are used")
     _add_corpus(p)
 
+# %% ../nbs/cli.ipynb #541cf422
 def _add_accept(p: argparse.ArgumentParser) -> None:
     p.add_argument("--accept", action="append", default=[], metavar="CODE",
                    help="count the ledger's rows of this code (its first digits; none: rows that "
                         "do not say theirs) as made by this one; may be repeated")
 
+# %% ../nbs/cli.ipynb #f440dc8e
 def _add_corpus(p: argparse.ArgumentParser) -> None:
     p.add_argument("--corpus", action="append", type=_setting, default=[], metavar="LABEL=DATA",
                    help="the text that a label stands for, e.g. eurlex=path:laws.txt; "
@@ -355,6 +359,7 @@ _DERIVED = (
     "code_minus_zero", "code_inf", "code_nan",
 )
 
+# %% ../nbs/cli.ipynb #18ff5618
 def format_facts(
     name: str,  # a format's name or spec
     codes: bool = False,  # whether to add the values in code order, as numbers or "nan", "inf", "-inf"
@@ -444,6 +449,7 @@ def _draw_run(folder: Path) -> Path:
     save_figure(plot_run(folder), figure)
     return figure
 
+# %% ../nbs/cli.ipynb #59de5709
 def _outcome(results: dict) -> str:
     "The loss of a run, and what else its task is judged by."
     from altgrad.views.report import number_text
@@ -523,6 +529,7 @@ def _check_sweep(args: argparse.Namespace) -> None:
     if args.replicas is not None and (args.executor != "batched" or args.replicas < 1):
         raise InputError("--replicas is at least 1, and for --executor batched")
 
+# %% ../nbs/cli.ipynb #408a8d94
 def _sweep(args: argparse.Namespace) -> int:
     "`altgrad sweep MATRIX`"
     from altgrad.basics import read_small, tell
@@ -585,6 +592,7 @@ def _max_lr(args: argparse.Namespace) -> int:
     if failed: print(f"{failed} runs failed, and will be tried again by the next search")
     return 1 if failed else 0
 
+# %% ../nbs/cli.ipynb #a9441d84
 def _rate_lines(found: list[dict[str, Any]]) -> list[str]:
     "The rates of a search as a table."
     def show(rate: float | None) -> str: return "-" if rate is None else f"{rate:g}"
@@ -615,11 +623,13 @@ def _watch(args: argparse.Namespace) -> int:
     except KeyboardInterrupt: pass  # the way to leave; the run goes on
     return 0
 
+# %% ../nbs/cli.ipynb #0a254552
 def _watch_terminal(args: argparse.Namespace) -> None:
     from altgrad.views.watch import watch
 
     watch(args.run, args.once)
 
+# %% ../nbs/cli.ipynb #2d75bb20
 def _keep_page(args: argparse.Namespace) -> None:
     from altgrad.views.page import keep_page, write_page
 
@@ -642,6 +652,7 @@ def _autopsy(args: argparse.Namespace) -> int:
     print(f"{found}\nfigure: {figure}")
     return 0
 
+# %% ../nbs/cli.ipynb #94a91a36
 def _workspace(args: argparse.Namespace) -> int:
     "`altgrad workspace ENTITY/PROJECT`"
     from altgrad.basics import tell
@@ -663,6 +674,7 @@ def explorer_notebook() -> dict[str, Any]:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     return {"cells": [cell], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
 
+# %% ../nbs/cli.ipynb #900654e0
 def _explore(args: argparse.Namespace) -> int:
     "`altgrad explore`"
     import importlib.util
@@ -692,6 +704,7 @@ def _interrupt(*_):
     for s in _SIGNALS: signal.signal(s, signal.SIG_IGN)
     raise KeyboardInterrupt
 
+# %% ../nbs/cli.ipynb #b301490e
 def _join(args: argparse.Namespace) -> None:
     """Joins the processes that torchrun started, if it did;
     they train one model, and do nothing else."""
@@ -709,6 +722,7 @@ def _speaks() -> bool:
     parallel = sys.modules.get("altgrad.model.parallel")  # if not loaded, there is one process
     return parallel is None or parallel.rank() == 0
 
+# %% ../nbs/cli.ipynb #19b4ea54
 def _refuse_empty(args: argparse.Namespace) -> None:
     """InputError for an argument that is empty text,
     as a variable of the shell that is not set gives."""
@@ -725,6 +739,7 @@ _COMMANDS = {
     "workspace": _workspace,
 }
 
+# %% ../nbs/cli.ipynb #853716af
 def _run(args: argparse.Namespace) -> int:
     """Runs the command; one line and exit code 2 where the request is wrong,
     1 where the disk is full."""
@@ -750,11 +765,13 @@ def _take_process() -> None:
         if stream is None: setattr(sys, name, open(os.devnull, "w"))  # it was closed
         else: stream.reconfigure(errors="backslashreplace")
 
+# %% ../nbs/cli.ipynb #8631a03a
 def _drop(stream: Any) -> None:
     """Sends what a stream still holds to nowhere,
     so that the end of the process does not fail on it."""
     with suppress(OSError, ValueError): os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
+# %% ../nbs/cli.ipynb #54a93dae
 def _say(text: str, code: int = 0) -> int:
     "Says one line on the error stream where that is possible; the exit code."
     if len(text) > 291: text = f"{text[:190]} ... {text[-96:]}"

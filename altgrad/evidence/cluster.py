@@ -57,6 +57,7 @@ def _connect(ray: Any, address: str | None) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ends)
 
+# %% ../../nbs/evidence/05_cluster.ipynb #7f1ac20a
 def _absolute(data: str) -> str:
     "A text's place as it is called from every folder."
     kind, colon, path = data.partition(":")

@@ -23,6 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
+# %% ../../nbs/evidence/00_instrument.ipynb #5ef085de
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,7 @@ class Recipe:
     lr: float = 4e-3  # peak; 100 updates of warm-up, then linear to zero
     weight_decay: float = 0.1  # on everything
 
+# %% ../../nbs/evidence/00_instrument.ipynb #3e9924f4
 RECIPES = {
     "stdlib-0.1m": Recipe("stdlib"),
     "eurlex-0.1m": Recipe("eurlex"),
@@ -73,6 +75,7 @@ def recipe_of(
     if not known: raise unknown("checkpoint", checkpoint, [f"{name}-<seed>" for name in RECIPES])
     return RECIPES[name], int(seed)
 
+# %% ../../nbs/evidence/00_instrument.ipynb #099c341d
 def blank_model(r: Recipe) -> GPT:
     "A GPT of the recipe's shape; its weights come from torch's generator."
     return GPT(GPTConfig(n_layer=r.n_layer, n_head=r.n_head, n_embd=r.n_embd,
@@ -143,6 +146,7 @@ _TASK_RANGES = dict(
     windows=(1, 10**6), every=(1, 10**7), beta1=(0, 1), beta2=(0, 1), eps=(0, 1),
 )  # from, to; the last three are below the second, and eps above the first
 
+# %% ../../nbs/evidence/00_instrument.ipynb #432c3a59
 def _check_task(task: Task) -> None:
     "InputError for a value that no task can have."
     for f in fields(task):
@@ -160,6 +164,7 @@ def _check_task(task: Task) -> None:
 # %% ../../nbs/evidence/00_instrument.ipynb #17836f1f
 SPLITS = ("tune", "confirm")
 
+# %% ../../nbs/evidence/00_instrument.ipynb #7840e8a6
 def validation_pieces(
     tokens: np.ndarray,  # 1-D, a corpus's val
     split: str,  # one of `SPLITS`
@@ -201,6 +206,7 @@ def arm_storages() -> list[str]:
     "Names of the storages whose format is the arm's."
     return [name for name, kind in STORAGES.items() if kind.fmt is None]
 
+# %% ../../nbs/evidence/00_instrument.ipynb #f45af9f0
 @dataclass(frozen=True)
 class Arm:
     "One run: what is compared, and what it is repeated over."
@@ -345,6 +351,7 @@ def _load_state(path: Path) -> tuple[dict[str, Tensor], str]:
         raise InputError(f"{path} is damaged ({type(e).__name__}); remove it") from None
     return state, state_hash(state)
 
+# %% ../../nbs/evidence/00_instrument.ipynb #00cc9bee
 def build_checkpoint(
     bench: Bench,
     checkpoint: str,  # e.g. "stdlib-0.1m-0"
@@ -370,6 +377,7 @@ MODULES = (  # those that a run's numbers pass through
 _MUTE = ("annotation", "returns", "type_params", "type_comment", "kind",
          "ctx")  # parts of a syntax tree that say nothing of numbers
 
+# %% ../../nbs/evidence/00_instrument.ipynb #482d0592
 def _says_nothing(node: Any) -> bool:
     """Whether a statement cannot change a number: a docstring, an import from the package,
     an error, or a check that only raises one."""
@@ -378,6 +386,7 @@ def _says_nothing(node: Any) -> bool:
         return not node.orelse and all(isinstance(s, ast.Raise) for s in node.body)
     return isinstance(node, ast.Raise) or isinstance(node, ast.ImportFrom) and node.level > 0
 
+# %% ../../nbs/evidence/00_instrument.ipynb #f4d7ec5d
 def _outline(node: Any) -> Any:
     "A syntax tree as lists and texts, the same for every version of Python."
     if isinstance(node, list): return [_outline(n) for n in node if not _says_nothing(n)]
@@ -397,6 +406,7 @@ def code_hash(
         statements |= {json.dumps(_outline(s)) for s in said}
     return hashlib.sha256("\n".join(sorted(statements)).encode()).hexdigest()[:16]
 
+# %% ../../nbs/evidence/00_instrument.ipynb #c92a2f1b
 @cache
 def code_here() -> str:  # 16 hex digits
     """The hash of this package's code; read once a process, when the first `Bench` is made,
@@ -414,6 +424,7 @@ def identity(
             "checkpoint_sha": bench.state(arm.checkpoint)[1],
             "corpus_sha": bench.corpus(arm.corpus).hash, "instrument": VERSION, "code": bench.code}
 
+# %% ../../nbs/evidence/00_instrument.ipynb #02e74b0d
 def run_id(
     facts: Mapping[str, Any],  # from `identity`
 ) -> str:  # 16 hex digits
@@ -520,6 +531,7 @@ def _watched_update(weights: Weights, rule: torch.optim.Optimizer) -> dict[str, 
         rows.append({key: v.item() for key, v in found.items()})
     return _weighted(rows, [p.numel() for p in old])
 
+# %% ../../nbs/evidence/00_instrument.ipynb #e774d72b
 def _weighted(rows: list[dict[str, float]], sizes: list[int]) -> dict[str, float]:
     "The mean of each number, weighted by `sizes`."
     total = sum(sizes)
@@ -630,6 +642,7 @@ def _validate(model: GPT, arm: Arm, bench: Bench) -> list[float]:
                              bench.task)
     return piece_losses(model, x, y, bench.task.chunks)
 
+# %% ../../nbs/evidence/00_instrument.ipynb #b4086e92
 def frozen_loss(
     arm: Arm,
     bench: Bench,
@@ -652,11 +665,13 @@ def _means(x: list[float], size: int) -> list[float]:
     pieces = [x[i : i + size] for i in range(0, len(x), size)]
     return [_short(sum(piece) / len(piece)) for piece in pieces]
 
+# %% ../../nbs/evidence/00_instrument.ipynb #caf60a7a
 def _columns(course: list[dict[str, float]]) -> dict[str, list[float]]:
     "Each measurement in the course of a run."
     names = course[0] if course else {}
     return {name: [_short(row[name]) for row in course] for name in names}
 
+# %% ../../nbs/evidence/00_instrument.ipynb #8e26263b
 def _summary(course: list[dict[str, float]]) -> dict[str, float]:
     """The mean of each measurement over the run (of its square, for an RMS),
     and the power of noise over that of steps."""

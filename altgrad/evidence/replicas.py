@@ -16,11 +16,13 @@ from functools import partial
 from itertools import accumulate, groupby, takewhile
 from typing import Any, Callable, Iterable, NamedTuple
 
+# %% ../../nbs/evidence/04_replicas.ipynb #7a83e106
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# %% ../../nbs/evidence/04_replicas.ipynb #0a68ee7d
 from . import sweep
 from ..basics import InputError
 from ..numbers.formats import FP8Format, get_format
@@ -46,6 +48,7 @@ class Facts(NamedTuple):
     top_exponent: Tensor  # and its exponent, int32
     powers: Tensor  # 1 for a format without mantissa bits, else 0
 
+# %% ../../nbs/evidence/04_replicas.ipynb #e8972c8e
 def facts_of(
     formats: list[FP8Format],  # one a replica
     like: Tensor,  # of any shape; the numbers get its dtype and device
@@ -311,6 +314,7 @@ def _keys(r: "Replicas", step: int) -> Any:
     tensors: Any = torch.arange(len(r.w), device=r.device)
     return rounding_key(seeds, step - 1, tensors)
 
+# %% ../../nbs/evidence/04_replicas.ipynb #13dc1bae
 def _grid_numbers(r: "Replicas") -> Tensor:
     """What the rule needs of every grid, [R, tensors, K]:
     made format by format by the rules' own code."""
@@ -335,6 +339,7 @@ def _explain(r: Replicas, before: list[Tensor], proposed: list[Tensor]) -> list[
         found += [dict(zip(means, values)) for values in zip(*columns)]
     return found
 
+# %% ../../nbs/evidence/04_replicas.ipynb #f6419908
 def _explain_rows(
     r: Replicas, before: list[Tensor], proposed: list[Tensor], rows: slice
 ) -> dict[str, Tensor]:
@@ -378,6 +383,7 @@ def _train(r: Replicas, bench: Bench) -> tuple[list[list[float]], list[list[dict
         courses.append([rows[i] for rows in explained[: len(row) // r.task.every]])
     return losses, courses
 
+# %% ../../nbs/evidence/04_replicas.ipynb #02b9436f
 def _copies(r: Replicas) -> list[tuple[list[Tensor], list[Tensor]]]:
     "Each replica's tensors in their shapes, and their scales, on the CPU."
     scales, found = r.scale.cpu(), []
@@ -437,6 +443,7 @@ def work_batch(
         return [{**row, **here} for row in made]
     except Exception as e: return [sweep.failure(e)] * len(arms)
 
+# %% ../../nbs/evidence/04_replicas.ipynb #c875817f
 def _hand_out(futures: Iterable[Future], done: Future) -> None:
     "Gives every run of a batch its row."
     for i, future in enumerate(futures):

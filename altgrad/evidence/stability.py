@@ -27,6 +27,7 @@ def rate_of(
     "A learning rate of the search."
     return float(f"{guess * 2 ** (j / PARTS):.6g}")
 
+# %% ../../nbs/evidence/03_stability.ipynb #988a542d
 class Bracket(NamedTuple):
     "What is known about a threshold, in eighths of an octave from the first guess."
     stable: int | None  # the highest that is stable; None if none is
@@ -143,6 +144,7 @@ def _draw_rates(ax: Any, rows: list[Mapping[str, Any]], label: str, style: str) 
     ax.plot(x, rates, style, color=INK, lw=1, label=label)
     ax.scatter(x, rates, color=[COLORS[r["format"]] for r in rows], zorder=3)
 
+# %% ../../nbs/evidence/03_stability.ipynb #32f36dff
 def _draw_tuned(ax: Any, best: Mapping[tuple, float], arm: tuple) -> None:
     "Circles at the tuned learning rates of a storage, a rule and a power."
     tuned = [(EIGHT_BIT.index(fmt), lr) for (fmt, *of), lr in best.items() if tuple(of) == arm]

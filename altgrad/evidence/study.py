@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Callable, Iterable, Mapping, NamedTuple
 
+# %% ../../nbs/evidence/02_study.ipynb #588960da
 import numpy as np
 from scipy.stats import t as student_t
 
@@ -42,6 +43,7 @@ def read_ledger(
     failed_first = sorted(rows, key=lambda r: not r.get("error"))
     return list({row["run"]: row for row in failed_first}.values())
 
+# %% ../../nbs/evidence/02_study.ipynb #9d822f11
 def arm_of(
     row: Mapping[str, Any],
 ) -> Arm:
@@ -102,12 +104,14 @@ def _frozen_pieces(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], n
     return {key: found[key] - found[key].mean() + mean if key in found else np.array([mean])
             for key, mean in means.items()}
 
+# %% ../../nbs/evidence/02_study.ipynb #4d529cbc
 def is_frozen(
     row: Mapping[str, Any],
 ) -> bool:
     "Whether a run counts as the frozen model: it diverged, or it failed and was not made again."
     return bool(row.get("error")) or bool(row["diverged"])
 
+# %% ../../nbs/evidence/02_study.ipynb #e1915355
 def _pieces(row: Mapping[str, Any], frozen: Mapping[tuple[str, str], np.ndarray]) -> np.ndarray:
     "The loss of each piece of text as it counts."
     if is_frozen(row): return frozen[row["checkpoint"], row["split"]]
@@ -226,6 +230,7 @@ PRIMARY = tuple(f for f in RANKED if f != "E0M7")  # formats with more than one 
 QUANTIZED = ("grid_stochastic", "grid_nearest", "master")  # storages, in the order of the protocol
 Weights = dict[Arm, float]  # a weight for each cell
 
+# %% ../../nbs/evidence/02_study.ipynb #512899c3
 def slope(study: Study, fmt: str, storage: str, powers: tuple[float, ...] = POWERS) -> Weights:
     "The least-squares slope of the loss in p, over powers that sum to zero."
     squares = sum(q * q for q in powers)
@@ -235,6 +240,7 @@ def minus(a: Weights, b: Weights) -> Weights:
     "The difference of two contrasts."
     return {cell: a.get(cell, 0.0) - b.get(cell, 0.0) for cell in {**a, **b}}
 
+# %% ../../nbs/evidence/02_study.ipynb #2c014e32
 def slope_over_fp32(study: Study, fmt: str, storage: str,
                     powers: tuple[float, ...] = POWERS) -> Weights:
     "D of the protocol: the slope under a storage minus that in FP32 under the same geometry."
@@ -244,6 +250,7 @@ def gain(study: Study, cell: Arm) -> Weights:
     "Loss of AdamW minus loss of the cell, in the cell's storage: the plain benefit."
     return minus({study.cell(cell.format, cell.storage): 1.0}, {cell: 1.0})
 
+# %% ../../nbs/evidence/02_study.ipynb #e7055912
 def gain_over_fp32(study: Study, cell: Arm) -> Weights:
     "B of the protocol: the gain under the cell's storage minus the gain in FP32."
     return minus(gain(study, cell), gain(study, replace(cell, storage="fp32")))
@@ -271,10 +278,12 @@ def _draws(checkpoints: int, seeds: int, pieces: int, draws: int) -> tuple[np.nd
     drawn = rng.integers(pieces, size=(draws, pieces))
     return _shares(pairs, checkpoints * seeds), _shares(drawn, pieces)
 
+# %% ../../nbs/evidence/02_study.ipynb #8dfcb97a
 def _shares(drawn: np.ndarray, n: int) -> np.ndarray:
     "How often each of n was drawn, [draws, n], as shares."
     return np.apply_along_axis(np.bincount, 1, drawn, minlength=n) / drawn.shape[1]
 
+# %% ../../nbs/evidence/02_study.ipynb #f37fa93a
 def bootstrap(
     d: np.ndarray,  # [checkpoints, seeds, pieces]
     draws: int = 10_000,
@@ -291,6 +300,7 @@ class Variance(NamedTuple):
     between: float  # variance component of checkpoints, at least 0
     within: float  # of seeds
 
+# %% ../../nbs/evidence/02_study.ipynb #3f58f475
 def mean_variance(
     x: np.ndarray,  # [checkpoints, seeds], at least 2 x 2
 ) -> Variance:
@@ -379,6 +389,7 @@ def holm(
 # %% ../../nbs/evidence/02_study.ipynb #7005501f
 SMALLEST = 0.01  # nats: in a loss or B; in a slope half of it, which is 0.01 from p = -1 to p = 1
 
+# %% ../../nbs/evidence/02_study.ipynb #f5f59c51
 def judge(
     e: Effect | None,
     smallest: float,  # effect of interest
@@ -391,6 +402,7 @@ def judge(
     if -smallest < e.boot[0] and e.boot[1] < smallest: return "too small to matter"
     return "shown" if e.sign else "not shown"
 
+# %% ../../nbs/evidence/02_study.ipynb #2f81e40c
 def equivalent(
     e: Effect | None,
     bound: float = SMALLEST,
@@ -412,6 +424,7 @@ class Answer(StrEnum):
     NOT_SHOWN = "not shown"
     NOT_RUN = "not run"
 
+# %% ../../nbs/evidence/02_study.ipynb #c4fbce68
 MEANING = {
     Answer.HOLDS: "shown in every cell that the hypothesis names",
     Answer.IN_PART: "shown in some of them, and refuted in none",
@@ -427,6 +440,7 @@ class Verdict(NamedTuple):
     verdict: Answer
     words: str  # on what it rests
 
+# %% ../../nbs/evidence/02_study.ipynb #efe8fbe8
 def share_shown(
     shown: int,  # cells in which the effect is shown
     planned: int,  # cells that the hypothesis names
@@ -440,6 +454,7 @@ NO_PAIR = Verdict(Answer.NOT_RUN, "no complete pair")
 # %% ../../nbs/evidence/02_study.ipynb #c03eff8e
 def _names(fmts: Iterable[str]) -> str: return ", ".join(fmts) or "none"
 
+# %% ../../nbs/evidence/02_study.ipynb #36b86ca4
 def positive(
     effects: Mapping[str, Effect | None],  # by format
     small: float = SMALLEST / 2,
@@ -464,6 +479,7 @@ def negative(e: Effect | None) -> Verdict:
     return Verdict(Answer.HOLDS if e.sign < 0 else Answer.REFUTED,
                    f"{effect_text(e)} a mantissa bit")
 
+# %% ../../nbs/evidence/02_study.ipynb #0e867551
 def below(effects: Mapping[str, Effect | None]) -> Verdict:
     """H2: the difference is below zero; refuted where an interval lies above,
     not shown where it includes zero."""
@@ -558,6 +574,7 @@ def candidates(study: Study, fmt: str, storage: str) -> dict[Arm, float]:
         if a in ready and replace(a, storage="fp32") in ready: found[a] = min(t.losses)
     return found
 
+# %% ../../nbs/evidence/02_study.ipynb #83db7c77
 def best_rule(study: Study, fmt: str, storage: str) -> Arm | None:
     "The candidate with the least mean tuning loss; of equal ones the smaller |p|."
     found = candidates(study, fmt, storage)
@@ -625,6 +642,7 @@ class Judged(NamedTuple):
     p: float  # Holm's; 1 where it was not run
     verdict: str  # of `judge`
 
+# %% ../../nbs/evidence/02_study.ipynb #d7e990c2
 def primary_family(
     study: Study,
     instead: Mapping[tuple[str, str], Study] = MappingProxyType({}),  # by storage and format: another study to take
@@ -639,6 +657,7 @@ def primary_family(
     return {key: Judged(e, p := adjusted.get(key, 1.0), judge(e, SMALLEST / 2, p))
             for key, e in found.items()}
 
+# %% ../../nbs/evidence/02_study.ipynb #a505ccd7
 def what_matters(
     study: Study,
 ) -> dict[tuple[str, str, str], Weights]:  # by D or B, storage and format
@@ -717,6 +736,7 @@ def _fit(X: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
     fitted = np.linalg.lstsq(_with_one(X), y, rcond=None)[0]
     return _with_one(x) @ fitted
 
+# %% ../../nbs/evidence/02_study.ipynb #ef511954
 def _with_one(a: np.ndarray) -> np.ndarray: return np.column_stack([np.ones(len(a)), a])
 
 def _press(X: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -792,6 +812,7 @@ def _padded(series: list[list[float]]) -> np.ndarray:
     for i, values in enumerate(series): out[i, : len(values)] = values
     return out
 
+# %% ../../nbs/evidence/02_study.ipynb #2b049774
 def course(
     study: Study,
     cell: Arm,
@@ -801,11 +822,13 @@ def course(
     found = _padded([row["course"].get(key, []) for row in study.runs(cell) if row.get("course")])
     return np.nanmean(found, axis=0) if found.size else np.array([])
 
+# %% ../../nbs/evidence/02_study.ipynb #d1d6cd90
 def _curves(study: Study, cell: Arm) -> dict[tuple[str, int], list[float]]:
     "The training losses of a cell's confirmation runs, by checkpoint and seed."
     runs = [row for row in study.runs(cell) if row.get("curve")]
     return {(row["checkpoint"], row["seed"]): row["curve"] for row in runs}
 
+# %% ../../nbs/evidence/02_study.ipynb #8804c739
 def training_gap(
     study: Study,
     cell: Arm,

@@ -35,6 +35,7 @@ from rich.progress import (
     BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 )
 
+# %% ../../nbs/evidence/01_sweep.ipynb #d9a48267
 from ..basics import (InputError, html_card, is_number, one_line, parse_json, parse_yaml,
                             svg_bars, tell, unknown)
 from ..training.data import ARCHIVE
@@ -46,6 +47,7 @@ from .instrument import (MOST_POWER, SPLITS, VERSION, Arm, Bench, Task,
 # %% ../../nbs/evidence/01_sweep.ipynb #0e5558a8
 AXES = ("format", "storage", "rule", "placement", "power", "floor_octaves")
 
+# %% ../../nbs/evidence/01_sweep.ipynb #6c233c4f
 @dataclass(frozen=True)
 class Matrix:
     "What a sweep compares."
@@ -85,6 +87,7 @@ def _part(given: Any, place: str, needed: Iterable[str] = ()) -> dict[str, Any]:
         if key not in given: raise InputError(f"{place or 'the matrix'} needs a value for {key!r}")
     return given
 
+# %% ../../nbs/evidence/01_sweep.ipynb #969625f8
 def _list(value: Any) -> list:
     """A value as a list; InputError for a list that is empty or
     holds more than plain values and mappings."""
@@ -118,10 +121,12 @@ def _axes(entry: Any) -> dict[str, list[Any]]:
             for key, value in _part(entry, "arms", ("format", "storage", "lr")).items()
             if key in AXES}
 
+# %% ../../nbs/evidence/01_sweep.ipynb #4aaf2eea
 def _fits(cell: Mapping[str, Any], excluded: Mapping[str, Any]) -> bool:
     "Whether an entry of `exclude` means this cell."
     return all(cell.get(key) in _list(values) for key, values in excluded.items())
 
+# %% ../../nbs/evidence/01_sweep.ipynb #2b4b4c4c
 def _cells(entry: Any, corpus: str, checkpoint: str) -> Iterator[tuple[Arm, float]]:
     "The arms of one entry of `arms`."
     axes = _axes(entry)
@@ -147,6 +152,7 @@ def _powers(given: Any) -> tuple[float, float]:
         raise InputError("extend_power limit must be at most a hundred steps")
     return float(powers["step"]), float(powers["limit"])
 
+# %% ../../nbs/evidence/01_sweep.ipynb #263df69f
 def _check_size(entries: list[Any], points: int, seeds: int) -> None:
     "InputError for a matrix that is too large to be meant; before an arm is made."
     arms = sum(math.prod(map(len, _axes(entry).values())) for entry in entries)
@@ -169,6 +175,7 @@ def _seeds(tune: Any, confirm: Any, checkpoints: int) -> tuple[tuple[int, ...], 
         raise InputError("a seed that tunes cannot confirm: tune and confirm seeds must differ")
     return tuning, confirming
 
+# %% ../../nbs/evidence/01_sweep.ipynb #da9526a4
 def _grid_size(points: Any, most: Any) -> tuple[int, int]:
     "How many learning rates are tried at first, and at most; InputError otherwise."
     first, last = _whole(points, "points", 3)[0], _whole(most, "most", 3)[0]
@@ -213,12 +220,14 @@ class Job(NamedTuple):
     stage: str  # tune or confirm
     lr_edge: str = ""  # `Tuning.edge` of the arm
 
+# %% ../../nbs/evidence/01_sweep.ipynb #18c1a0b2
 class Loss(NamedTuple):
     """How a run ended. Losses are ordered by what counts,
     and where that is equal by where the run really ended."""
     counted: float  # nats; the frozen model's where the run diverged
     raw: float  # nats, uncapped; infinite where it is not finite
 
+# %% ../../nbs/evidence/01_sweep.ipynb #5b6952a5
 class Tuning(NamedTuple):
     "What is known about an arm's learning rate."
     missing: list[Job]  # runs to be made before more can be said
@@ -238,6 +247,7 @@ def loss_of_row(
 
 Losses = Callable[[Arm], Loss | None]  # how a run ended; None if it has not been made
 
+# %% ../../nbs/evidence/01_sweep.ipynb #f0658f36
 def rate(
     middle: float,  # of the grid
     k: int,  # half octaves from there
@@ -319,6 +329,7 @@ class Plan(NamedTuple):
     cells: list[tuple[Arm, float]]  # all arms, the added ones too
     found: dict[Arm, Tuning]  # by arm
 
+# %% ../../nbs/evidence/01_sweep.ipynb #2c667e1f
 def plan(
     matrix: Matrix,
     loss: Losses,
@@ -375,6 +386,7 @@ COLUMNS = {  # the one table of what is read from a row: in this order a missing
     "curve": Column("list"),
 }
 
+# %% ../../nbs/evidence/01_sweep.ipynb #517febc5
 def _missing(row: Mapping[str, Any], use: str) -> str | None:
     """The first value that a row needs for this and does not have;
     one that is null or empty counts as absent."""
@@ -393,6 +405,7 @@ def check_row(
     for key, column in COLUMNS.items():
         if row.get(key) is not None: _check_value(row[key], column.kind, f"{place}: {key}")
 
+# %% ../../nbs/evidence/01_sweep.ipynb #04537336
 def _check_value(value: Any, kind: str, what: str) -> None:
     "InputError for a value that is not of a column's kind."
     holds = kind == "any" or type(value) is _KINDS.get(kind)
@@ -403,6 +416,7 @@ def _check_value(value: Any, kind: str, what: str) -> None:
     if kind == "list" and any(v is not None and not is_number(v) for v in value):
         raise InputError(f"{what} must be a list of numbers")
 
+# %% ../../nbs/evidence/01_sweep.ipynb #b228e3a0
 def check_rows(
     rows: list[dict[str, Any]],
     place: str,  # for the error; the row's number follows
@@ -457,6 +471,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)): return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
+# %% ../../nbs/evidence/01_sweep.ipynb #e7b5c562
 def _drop_torn_line(path: Path) -> None:
     "Cuts off what follows the last whole line."
     content = path.read_bytes()
@@ -465,6 +480,7 @@ def _drop_torn_line(path: Path) -> None:
         whole = content.rfind(b"\n", 0, whole - 1) + 1
     if whole < len(content): os.truncate(path, whole)
 
+# %% ../../nbs/evidence/01_sweep.ipynb #7c27793d
 def _lock(file, path: Path) -> None:
     """Keeps other writers out as long as the file is open;
     where the system has no such locks, nothing happens."""
@@ -491,6 +507,7 @@ def best_arms(
     return sorted(((arm, statistics.fmean(v), len(v)) for arm, v in groups.items()),
                   key=lambda found: found[1])
 
+# %% ../../nbs/evidence/01_sweep.ipynb #54bddfb7
 def _arm_text(row: Mapping[str, Any], rate: bool) -> str:
     "The arm of a row in a few words; with its learning rate if asked for."
     words = [str(row.get(key, "-")) for key in ("format", "storage", "rule")]
@@ -510,6 +527,7 @@ def _arms(rows: list[dict[str, Any]], most: int = 5) -> tuple[dict[str, str], st
     facts = {arm: f"{mean:.4f} nats, {counted(runs, 'run')}" for arm, mean, runs in found[:most]}
     return facts, svg_bars([0.1 + 0.9 * (loss - losses[0]) / span for loss in losses])
 
+# %% ../../nbs/evidence/01_sweep.ipynb #e1e37687
 def counted(
     number: int,
     noun: str,
@@ -517,6 +535,7 @@ def counted(
     "Return a number with its noun, in the plural where it is not one."
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
+# %% ../../nbs/evidence/01_sweep.ipynb #ec38b109
 def _html(ledger: Ledger) -> str:
     "The rows by stage, and the best arms."
     title = f"ledger {ledger.path.absolute().parent.name}"
@@ -540,6 +559,7 @@ def start_bench(
         _WORKER["bench"], _WORKER["setup"] = Bench(*setup), setup
     return _WORKER["bench"]
 
+# %% ../../nbs/evidence/01_sweep.ipynb #4384da91
 def worker_bench() -> Bench:
     "Return the bench that `start_bench` made."
     return _WORKER["bench"]
@@ -560,6 +580,7 @@ def work_alone(
         return {**row, "error": None, "machine": machine(), "versions": versions()}
     except Exception as e: return failure(e)
 
+# %% ../../nbs/evidence/01_sweep.ipynb #cb3eafc3
 def _start_worker(setup: tuple) -> None:
     "Prepares a worker process."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -571,6 +592,7 @@ def _end_with(parent) -> None:
     parent.join()
     os._exit(1)
 
+# %% ../../nbs/evidence/01_sweep.ipynb #fe1ce65c
 def _outcome(f: Future) -> dict[str, Any]:
     "What a worker gave, or why it could not."
     e = f.exception()
@@ -632,6 +654,7 @@ def _clock(seconds: float) -> str:
     if seconds < 90: return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
+# %% ../../nbs/evidence/01_sweep.ipynb #e227b345
 @contextmanager
 def _progress(title: str, total: int, visible: bool = True) -> Iterator[Callable[[str], None]]:
     "A function to call after each run: a bar on a terminal, a line about every minute elsewhere."
@@ -669,6 +692,7 @@ def protocol_commit() -> str | None:
     except OSError: return None
     return (f"{commit}+" if changed else commit) or None
 
+# %% ../../nbs/evidence/01_sweep.ipynb #3698b7ef
 def _label(arm: Arm) -> str:
     "An arm in a few words."
     words = [arm.format, arm.storage, arm.rule]
@@ -751,6 +775,7 @@ def _check_sweep(sweep: Sweep) -> None:
         for split in SPLITS:
             validation_pieces(sweep.bench.corpus(label).val, split, block_size, sweep.matrix.task)
 
+# %% ../../nbs/evidence/01_sweep.ipynb #97b15673
 def _run_sweep(sweep: Sweep, workers: int, progress: bool, pool: Any) -> int:
     "`Sweep.run`."
     facts = {"tier": sweep.matrix.tier, "matrix": sweep.matrix.name, "commit": git_commit(),
@@ -836,6 +861,7 @@ def _plain(value: Any) -> Any:
     "A value as a column holds it: a mapping is JSON."
     return json.dumps(value, sort_keys=True) if isinstance(value, dict) else value
 
+# %% ../../nbs/evidence/01_sweep.ipynb #c550487d
 def compact(
     rows: Iterable[Mapping[str, Any]],
     path: Path | str,  # of the parquet file
@@ -878,6 +904,7 @@ def read_rows(
     decoded = [dict(zip(row, map(_decoded, row.values()))) for row in rows]
     return check_rows(decoded, f"{path} is damaged in row")
 
+# %% ../../nbs/evidence/01_sweep.ipynb #e46bbba2
 def _decoded(value: Any) -> Any:
     "The value that `_plain` made a column's."
     return parse_json(value) if isinstance(value, str) and value.startswith("{") else value
@@ -891,6 +918,7 @@ FLAGS = {
     "edge": "the tuned rate lies at an end of those tried",
 }
 
+# %% ../../nbs/evidence/01_sweep.ipynb #f7cb2a49
 def flags(
     row: Mapping[str, Any],  # of a ledger
 ) -> list[str]:  # keys of `FLAGS`
@@ -906,6 +934,7 @@ def flags(
 # %% ../../nbs/evidence/01_sweep.ipynb #76b71582
 TOLERANCE = 0.01  # nats: between kinds of CPU
 
+# %% ../../nbs/evidence/01_sweep.ipynb #21cf8fb5
 def beside(
     ledger: Path | str,  # a ledger.jsonl, a parquet file, or the folder of either
 ) -> tuple[dict[str, str], Path | None]:  # data strings by label; the folder of checkpoints, if there is one
@@ -917,6 +946,7 @@ def beside(
              for path in sorted(folder.glob(f"texts/*{ARCHIVE}"))}
     return texts, folder / "checkpoints" if (folder / "checkpoints").is_dir() else None
 
+# %% ../../nbs/evidence/01_sweep.ipynb #0fb86a92
 def find_row(
     rows: Iterable[dict[str, Any]],
     run: str,  # the run's id, or the beginning of it

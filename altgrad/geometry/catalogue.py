@@ -51,6 +51,7 @@ class RuleSettings:
 # %% ../../nbs/geometry/04_catalogue.ipynb #4db4a8ed
 GEOMETRY = ("power", "placement", "damping", "floor_octaves")  # settings of the stiffness
 
+# %% ../../nbs/geometry/04_catalogue.ipynb #16735ad1
 @dataclass(frozen=True)
 class Rule:
     "A row of the table: an update rule and what its users must know about it."
@@ -116,6 +117,7 @@ def get_rule(
         raise InputError(f"{name} is torch's from version 2.9 on, and this is {torch.__version__}")
     return RULES[name]
 
+# %% ../../nbs/geometry/04_catalogue.ipynb #793fa04e
 def build_rule(
     name: str,  # one of `RULES`
     parameters: Iterable[torch.Tensor],  # the weights that it moves, of any shapes
@@ -158,6 +160,7 @@ def rules_table() -> str:  # Markdown
         )
     return "\n".join(rows)
 
+# %% ../../nbs/geometry/04_catalogue.ipynb #2e884962
 def storages_table() -> str:  # Markdown
     "The table of storages, for pages."
     rows = ["| storage | bits a weight | products see | a write rounds |", "|---|---|---|---|"]

@@ -15,11 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Mapping
 
+# %% ../../nbs/geometry/05_interchange.ipynb #39c30664
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+# %% ../../nbs/geometry/05_interchange.ipynb #a3a85b9b
 from ..basics import InputError, write_atomic
 from ..numbers.formats import (FP8Format, check_bits, check_float, is_whole, kind_of,
                                      get_format)
@@ -38,6 +40,7 @@ def _as_dtype(bits: Tensor, dtype: torch.dtype) -> Tensor:
     "Codes as a tensor of the type with these bits."
     return bits.to(torch.uint8 if dtype.itemsize == 1 else torch.int16).view(dtype)
 
+# %% ../../nbs/geometry/05_interchange.ipynb #09bb324f
 @cache
 def torch_dtype(fmt: FP8Format) -> torch.dtype | None:
     """The float type of torch in which every code means what it means in the format;
@@ -108,6 +111,7 @@ def _check_codes(c: Codes) -> None:
     if not dtype.is_floating_point: check_bits(c.fmt, c.codes)
     _check_scales(c)
 
+# %% ../../nbs/geometry/05_interchange.ipynb #1497a204
 def _packed(bits: Tensor, fmt: FP8Format) -> Tensor:
     "Codes in the type that the file has for them."
     dtype = torch_dtype(fmt)
@@ -136,6 +140,7 @@ def _codes_of(layer: Any) -> Codes:
     rounded = layer.quantized_weight()
     return _coded(rounded, layer.weight_scale(), layer.weight_format, granularity)
 
+# %% ../../nbs/geometry/05_interchange.ipynb #9a851235
 def model_codes(
     model: nn.Module,  # quantized by `quantize_model`
 ) -> dict[str, Codes | Tensor]:  # by the names of its state_dict
@@ -155,6 +160,7 @@ _WORDS = (
 )
 _HELD = {f"torch.{name}" for name in (*_CANDIDATES, *_WORDS)}  # the types that a file can hold
 
+# %% ../../nbs/geometry/05_interchange.ipynb #b4f9d9c7
 def _flat(state: Mapping[str, Codes | Tensor]) -> dict[str, Tensor]:
     "The plain tensors of a file by name; InputError for what a file cannot hold."
     flat: dict[str, Tensor] = {}
@@ -184,6 +190,7 @@ def _digest(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
         found.update(t.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
+# %% ../../nbs/geometry/05_interchange.ipynb #210a4dc2
 def _header(
     coded: Mapping[str, Codes], flat: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> dict[str, str]:
@@ -240,6 +247,7 @@ def _path(path: Path | str) -> Path:
         raise InputError(f"{str(path)!r} is no path of a file")
     return Path(path)
 
+# %% ../../nbs/geometry/05_interchange.ipynb #c043b1d5
 def _read(path: Path | str) -> tuple[str | None, dict[str, Tensor]]:
     """AltGrad's word in a safetensors file's header, and the tensors;
     InputError for what is absent, damaged, or another file."""
@@ -259,6 +267,7 @@ def _take(value: Any, what: str, *keys: str) -> list[Any]:
         raise InputError(f"{what} in its header must have exactly {', '.join(keys)}")
     return [value[key] for key in keys]
 
+# %% ../../nbs/geometry/05_interchange.ipynb #2e6a1e43
 def _check_name(fmt: FP8Format) -> None:
     "InputError for a format under the name of another one."
     try: known = get_format(fmt.name)
@@ -313,6 +322,7 @@ def _to_device(value: Codes | Tensor, device: torch.device | str) -> Codes | Ten
     if isinstance(value, Tensor): return value.to(device)
     return replace(value, codes=value.codes.to(device), scale=value.scale.to(device))
 
+# %% ../../nbs/geometry/05_interchange.ipynb #bd18c051
 def load_codes(
     path: Path | str,  # of a file that `save_codes` wrote
     device: torch.device | str = "cpu",

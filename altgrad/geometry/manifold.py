@@ -14,6 +14,7 @@ from geoopt.manifolds.base import ScalingInfo
 from geoopt.utils import broadcast_shapes, size2shape
 from torch import Tensor
 
+# %% ../../nbs/geometry/01_manifold.ipynb #16d8115b
 from ..basics import COLORS, INK, InputError
 from ..numbers.formats import EIGHT_BIT, PRECISION, FP8Format, get_format
 from ..numbers.scaling import compute_scale
@@ -31,6 +32,7 @@ def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and x.requires_grad): return value
     return value.detach() + slope.detach() * (x - x.detach())
 
+# %% ../../nbs/geometry/01_manifold.ipynb #df0b4ed7
 def _check_options(
     fmt: FP8Format, damping: float, floor_octaves: float | None, scale: Tensor
 ) -> None:
@@ -41,6 +43,7 @@ def _check_options(
         raise InputError(f"scale must be positive and finite, not {scale.tolist()}")
     stiffness_floor(torch.ones(1), fmt, damping, floor_octaves)
 
+# %% ../../nbs/geometry/01_manifold.ipynb #54e50976
 def _floor_moves(fmt: FP8Format, floor_octaves: float | None) -> bool:
     """Whether the floor can depend on the tensor:
     it then lies elsewhere at the end of a step than at its beginning."""

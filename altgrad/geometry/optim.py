@@ -16,6 +16,7 @@ from typing import Any, Callable, ClassVar, Iterable, Mapping, NamedTuple
 import torch
 from torch import Tensor
 
+# %% ../../nbs/geometry/03_optim.ipynb #8f9ac7cc
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format
 from ..numbers.kernels import rounding_key, uniform
@@ -32,6 +33,7 @@ class Grids(NamedTuple):
     scale: Tensor  # [parameters], float64 powers of two
     amax: Tensor  # [parameters], float64: each one's largest magnitude
 
+# %% ../../nbs/geometry/03_optim.ipynb #ea824cce
 class Job(NamedTuple):
     "One parameter's update, as a rule sees it; the tensors are flat."
     w: Tensor  # the values, to be changed in place
@@ -50,6 +52,7 @@ def _amax(p: Tensor) -> Tensor:
     codes = p.codes if p.codes.is_floating_point() else p.codes % p.fmt.magnitudes
     return unpack(codes.abs().amax(), p.fmt) * p.scale
 
+# %% ../../nbs/geometry/03_optim.ipynb #f51c137f
 def grids_of(
     group: dict[str, Any],  # of an optimizer, with its format as `fmt`
     parameters: list[Tensor],  # of any shapes
@@ -71,6 +74,7 @@ def _check_number(key: str, value: Any, low: float = 0.0, below: float = math.in
     if below < math.inf: limits += f" and below {below:g}"
     raise InputError(f"{key} must be a finite number{limits}, not {value!r}")
 
+# %% ../../nbs/geometry/03_optim.ipynb #33bc0a6e
 def _check_common(group: dict[str, Any]) -> None:
     "InputError for a bad setting or parameter that no rule takes."
     for key in ("lr", "eps", "weight_decay"): _check_number(key, group.get(key, 0.0))
@@ -159,6 +163,7 @@ def _nonfinite(gradients: list[Tensor]) -> bool:
     "Whether one of the gradients is not finite."
     return bool(gradients) and not bool(torch.stack([g.isfinite().all() for g in gradients]).all())
 
+# %% ../../nbs/geometry/03_optim.ipynb #9fae5627
 def _update(
     optimizer: GeometryOptimizer, group: dict[str, Any], p: Any, grid: Tensor | None,
     spare: Tensor | None,
@@ -191,6 +196,7 @@ def _run(group: dict[str, Any], function: Callable, *args):
 def _constants(dtype: torch.dtype, device: torch.device, *values: float) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
 
+# %% ../../nbs/geometry/03_optim.ipynb #8e1222f9
 def _numbers(w: Tensor, *values: float) -> Tensor:
     "Python numbers as one tensor for a pass over `w`."
     return _constants(w.dtype, w.device, *values)
@@ -211,6 +217,7 @@ def stiffness_numbers(grids: Grids, group: dict[str, Any]) -> Tensor:
         1,
     )
 
+# %% ../../nbs/geometry/03_optim.ipynb #89c22b4b
 # those with an operation of their own
 _POWERS = {1.0: "clone", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 2.0: "square"}
 
@@ -234,10 +241,12 @@ def _bend(
     ratio = (x.square().sum() / (x.square() * factor.square()).sum()).sqrt()
     return torch.where(ratio.isfinite(), ratio, 1.0)
 
+# %% ../../nbs/geometry/03_optim.ipynb #ecb923d3
 def _how_to_bend(group: dict[str, Any]) -> tuple:
     "The arguments of `_bend` after its tensors."
     return group["formula"], _POWERS.get(group["power"]), group["normalize"]
 
+# %% ../../nbs/geometry/03_optim.ipynb #79114eb3
 def _check_stiffness(group: dict[str, Any]) -> None:
     "InputError for settings that no stiffness factor can take."
     _check_number("power", group["power"], low=-math.inf)
@@ -260,6 +269,7 @@ def _adam_numbers(w: Tensor, group: dict[str, Any], step: int) -> Tensor:
         (1 - beta2**step) ** 0.5, group["eps"],
     )
 
+# %% ../../nbs/geometry/03_optim.ipynb #6ac01796
 def _adam(g: Tensor, m: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
     "Adam's step for the gradient `g`; updates the moments."
     _, rate, rest1, beta2, rest2, root, eps = numbers.unbind()
@@ -407,6 +417,7 @@ class _Line(NamedTuple):
     inverse: Tensor  # 1 / scale
     line: LineNumbers
 
+# %% ../../nbs/geometry/03_optim.ipynb #a7972fde
 def _line_numbers(grids: Grids, group: dict[str, Any]) -> Tensor:
     "The numbers of `_Line`, a row for each grid."
     floor = floor_at(grids.amax / grids.scale, grids.fmt, group["damping"], group["floor_octaves"])
@@ -415,6 +426,7 @@ def _line_numbers(grids: Grids, group: dict[str, Any]) -> Tensor:
         [n if isinstance(n, Tensor) else torch.full_like(floor, n) for n in numbers], 1
     )
 
+# %% ../../nbs/geometry/03_optim.ipynb #8f72205f
 def _unpack_line(numbers: Tensor) -> _Line:
     low, scale, inverse, *line = numbers.unbind()
     return _Line(low, scale, inverse, LineNumbers(*line))
@@ -428,6 +440,7 @@ def _code_gradient(w: Tensor, g: Tensor, at: _Line) -> Tensor:
         * g
     )
 
+# %% ../../nbs/geometry/03_optim.ipynb #cb25f4c1
 def _walk(w: Tensor, step: Tensor, at: _Line) -> Tensor:
     "From `w` by `step` along the line; the result is in units of the format."
     u = w * at.inverse
@@ -533,6 +546,7 @@ def _rung_pass(w, g, buffer, momentum, line):
     buffer.mul_(momentum).add_(_code_gradient(w, g, _unpack_line(line)))
     return buffer.square().mean().rsqrt()
 
+# %% ../../nbs/geometry/03_optim.ipynb #d58d43e4
 def _round_to_codes(u: Tensor, at: _Line, key: Tensor | None) -> Tensor:
     "`u` rounded to a value of the format: stochastically with a key, else to nearest."
     spacing = raw_stiffness(u.abs(), at.line.unit, at.low, at.line.high)
@@ -541,6 +555,7 @@ def _round_to_codes(u: Tensor, at: _Line, key: Tensor | None) -> Tensor:
     whole = steps.floor()
     return torch.where(uniform(u.shape, key, u.device) < steps - whole, whole + 1, whole) * spacing
 
+# %% ../../nbs/geometry/03_optim.ipynb #9f6fa78e
 def _climb_pass(w, buffer, length, numbers, line, key, rounded):
     keep, rate, clip = numbers.unbind()
     at = _unpack_line(line)
@@ -622,6 +637,7 @@ def _columns(rows: Tensor) -> Tensor:
 _bend_rows = torch.vmap(partial(_bend, formula="ulp", special=None, normalize=True))
 _rung_rows = torch.vmap(_rung_pass)
 
+# %% ../../nbs/geometry/03_optim.ipynb #b4044d93
 def _move_update(
     w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
 ) -> Tensor:
@@ -641,6 +657,7 @@ def _move_gradient(
     _adam_pass(w, bent, ratio, m, v, _columns(numbers))
     return w
 
+# %% ../../nbs/geometry/03_optim.ipynb #87f644f2
 def _move_riemannian(
     w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
 ) -> Tensor:
@@ -657,6 +674,7 @@ def _move_madam(
     _madam_pass(w, g, moments[0], limit, _columns(numbers))
     return w
 
+# %% ../../nbs/geometry/03_optim.ipynb #940b6433
 def _move_grid_sgd(
     w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
 ) -> Tensor:
@@ -672,6 +690,7 @@ def _madam_numbers(like: Tensor, group: dict[str, Any], step: int) -> Tensor:
         like, -group["lr"], beta, 1 - beta, 1 - beta**step, group["eps"], group["bound"]
     )
 
+# %% ../../nbs/geometry/03_optim.ipynb #0f0c6e09
 def _grid_sgd_numbers(like: Tensor, group: dict[str, Any], step: int) -> Tensor:
     return _numbers(
         like, 1 - group["lr"] * group["weight_decay"], -group["lr"], group["rung_clip"],
@@ -681,6 +700,7 @@ def _grid_sgd_numbers(like: Tensor, group: dict[str, Any], step: int) -> Tensor:
 def _no_numbers(grids: Grids, group: dict[str, Any]) -> Tensor:
     return grids.amax.new_empty(len(grids.amax), 0)
 
+# %% ../../nbs/geometry/03_optim.ipynb #bff076ae
 _BENT = {"formula": "ulp", "normalize": True, "skip_nonfinite": False}
 _WHOLE = {"skip_nonfinite": False}
 

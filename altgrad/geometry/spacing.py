@@ -46,6 +46,7 @@ def stiffness_floor(
         w.detach().abs().amax() if w.numel() else w.new_zeros(()), fmt, damping, floor_octaves
     )
 
+# %% ../../nbs/geometry/00_spacing.ipynb #e97467bd
 def check_sign_magnitude(fmt: FP8Format) -> None:
     """InputError for a format whose codes do not count outwards from zero:
     two's complement, or no zero."""
@@ -67,6 +68,7 @@ def _wide(w: Tensor, fmt: FP8Format) -> Tensor:
 FORMULAS = ("ulp", "smooth", "exponent", "lns")
 STEPPED = ("ulp", "exponent")  # the formulas that see only the power of two below |w|
 
+# %% ../../nbs/geometry/00_spacing.ipynb #09730de9
 def formula_numbers(
     fmt: FP8Format,
     formula: str = "ulp",  # one of `FORMULAS`
@@ -146,6 +148,7 @@ def _power_of_two(k: Tensor) -> Tensor:
     the power of two below 1.25 times it is not."""
     return unit_in_first_place(1.25 * torch.exp2(k))
 
+# %% ../../nbs/geometry/00_spacing.ipynb #f08d4e63
 def _phi(a: Tensor, n: "LineNumbers") -> Tensor:
     "The code coordinate of magnitudes `a` >= 0."
     first = unit_in_first_place(a.clamp(max=n.high)).clamp(n.low, n.high)
@@ -199,6 +202,7 @@ def to_line(
     "The coordinate of magnitudes `a` >= 0."
     return torch.where(a < n.start, a / n.floor, _phi(a, n) - n.offset)
 
+# %% ../../nbs/geometry/00_spacing.ipynb #72c215a1
 def from_line(
     psi: Tensor,  # any shape
     n: LineNumbers,

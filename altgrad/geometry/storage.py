@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+# %% ../../nbs/geometry/02_storage.ipynb #9a3cd6be
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, check_float, get_format, ulp
 from ..numbers.kernels import rounding_key, uniform
@@ -31,6 +32,7 @@ def pack(
     code = code_coordinate(q.abs(), fmt)
     return torch.where(q.signbit(), code + fmt.magnitudes, code).to(fmt.code_dtype)
 
+# %% ../../nbs/geometry/02_storage.ipynb #b206c764
 def unpack(
     codes: Tensor,  # from `pack`, any shape
     fmt: FP8Format,
@@ -125,6 +127,7 @@ def _grown_scale(w: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
     needed = torch.ldexp(torch.ones_like(m), e - int(top[1]) + (m > float(top[0]))).float()
     return torch.where(w.abs().amax() > fmt.max * scale, needed, scale)
 
+# %% ../../nbs/geometry/02_storage.ipynb #dae58621
 def _write_counts(to: GridTensor, before: Tensor, w: Tensor, codes: Tensor) -> Tensor:
     """Count what writing `w` over the weights `before` does: weights, those beyond the range of
     the scale, those rounded to zero, those to be moved, those moved."""
@@ -188,6 +191,7 @@ def _alike(to: Any, source: Any) -> bool:
     kind = to.shape, to.dtype, to.fmt, to.how["levels"]
     return kind == (source.shape, source.dtype, source.fmt, source.how["levels"])
 
+# %% ../../nbs/geometry/02_storage.ipynb #9bebb4d8
 def _copy(to: GridTensor, source: GridTensor) -> GridTensor:
     "Take codes, scale and residual as they are, without rounding: what `load_state_dict` wants."
     for name, part in to.parts().items(): part.copy_(source.parts()[name])
@@ -326,6 +330,7 @@ def grid_weights(model: nn.Module) -> dict[str, GridTensor]:
     "The parameters of a model that live on a grid, by qualified name."
     return {name: p.data for name, p in model.named_parameters() if isinstance(p.data, GridTensor)}
 
+# %% ../../nbs/geometry/02_storage.ipynb #eb89923f
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
     """A model's state_dict with plain tensors only: a grid weight as `<name>.codes`,
     `.scale`, `.writes` and `.rescales`."""
@@ -335,6 +340,7 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
         else: state |= {f"{name}.{part}": value for part, value in grids[name].parts().items()}
     return state
 
+# %% ../../nbs/geometry/02_storage.ipynb #4f2b3bc4
 def load_plain_state(
     model: nn.Module,
     state: dict[str, Tensor],  # name to tensor, each of the shape that is in the model

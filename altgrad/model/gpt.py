@@ -154,6 +154,7 @@ def loss_from(
     if y.is_floating_point(): return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
+# %% ../../nbs/model/00_gpt.ipynb #efd1e697
 def loss_of(
     model: nn.Module,  # maps tokens [B, T] to logits
     x: Tensor,  # int64 [B, T]

@@ -23,6 +23,7 @@ from ..basics import InputError
 _TOLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=5)  # how long a process waits for another
 
+# %% ../../nbs/model/01_parallel.ipynb #ad5bf94f
 def join() -> None:
     "Joins the processes that torchrun started; nothing where it did not, or started one."
     started = all(key in os.environ for key in _TOLD)
@@ -55,6 +56,7 @@ def rank() -> int:
 class ProcessLost(InputError):
     "Another process of the run has ended, or does not answer."
 
+# %% ../../nbs/model/01_parallel.ipynb #48987e7e
 @contextmanager
 def _others() -> Iterator[None]:
     "Around everything that waits for the other processes."
@@ -73,6 +75,7 @@ def part(
     "The piece of `x` along its first dimension that belongs to this process."
     return x.chunk(world())[rank()]
 
+# %% ../../nbs/model/01_parallel.ipynb #7c63fbf9
 def total(
     parts: list[Tensor],  # of one dtype and device, the same shapes in every process
 ) -> list[Tensor]:
@@ -82,6 +85,7 @@ def total(
     with _others(): dist.all_reduce(flat)
     return [new.view(p.shape) for new, p in zip(flat.split([p.numel() for p in parts]), parts)]
 
+# %% ../../nbs/model/01_parallel.ipynb #ff9192b7
 def largest(
     x: Tensor,  # float, the same shape in every process
 ) -> Tensor:
@@ -121,6 +125,7 @@ def agree(
             raise InputError(f"the processes do not agree: {differ}")
     return results[0]
 
+# %% ../../nbs/model/01_parallel.ipynb #e0fe9c04
 def _tried(f: Callable, *args) -> tuple[Any, InputError | None]:
     try: return f(*args), None
     except InputError as e: return None, e

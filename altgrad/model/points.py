@@ -14,6 +14,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
+# %% ../../nbs/model/02_points.ipynb #789e5d99
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format, signed_format
 from ..numbers.kernels import ROUNDING, rounding_key
@@ -29,6 +30,7 @@ PARTED = ("activation", "gradient")  # made from a batch, of which each process 
 # %% ../../nbs/model/02_points.ipynb #4479c95c
 RECIPES = {"current": None, "delayed": AmaxHistory, "smoothed": AmaxAverage, "static": AmaxFirst}
 
+# %% ../../nbs/model/02_points.ipynb #56c57e3b
 @dataclass(frozen=True)
 class Precision:
     """How a point rounds; InputError for an unknown name,
@@ -68,6 +70,7 @@ def _meaning(word: str) -> str:
     raise unknown("word for a point", word,
                   (*RECIPES, *ROUNDING, "tensor", "channel", "a block's length"))
 
+# %% ../../nbs/model/02_points.ipynb #0ff327be
 def _read_words(words: list[str]) -> dict[str, Any]:
     "The choices that words name, in any order; InputError for one that names none."
     found: dict[str, Any] = {}
@@ -113,6 +116,7 @@ def _amax(q: "Quantizer", x: Tensor) -> Tensor:
     amax = amax_of(x)
     return largest(amax) if q.parted else amax
 
+# %% ../../nbs/model/02_points.ipynb #011e5c3a
 def _next_key(q: "Quantizer", x: Tensor, advance: bool) -> int | Tensor:
     """The key of stochastic rounding, and of nothing else:
     a compiler that sees the count change gives up."""
@@ -224,6 +228,7 @@ def _read_rule(text: str) -> LayerPrecisionRule:
                          f"not {text.strip()!r}")
     return LayerPrecisionRule(pattern.strip(), **given)
 
+# %% ../../nbs/model/02_points.ipynb #33e8e7ef
 def parse_rules(
     text: str | None,  # "blocks.0.*: weight=E3M4, gradient=E5M2 stochastic; blocks.3.*:"
 ) -> list[LayerPrecisionRule]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# %% ../../nbs/model/03_products.ipynb #b5898127
 from ..basics import InputError
 from ..numbers.formats import FP8Format
 from ..numbers.kernels import is_plain
@@ -28,12 +29,14 @@ def fast_bfloat16(device: torch.device) -> bool:
     tests = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(getattr(torch.cpu, test)() for test in tests if hasattr(torch.cpu, test))
 
+# %% ../../nbs/model/03_products.ipynb #b56f4202
 # Whether float32 products can be narrowed on this CPU, and are faster then: a constant, because a
 # compiler reads along.
 _MATMUL = getattr(torch.backends.mkldnn, "matmul", None)
 _HAS_SWITCH = fast_bfloat16(torch.device("cpu")) and hasattr(_MATMUL, "fp32_precision")
 _SWITCH = threading.RLock()  # there is one for the whole process
 
+# %% ../../nbs/model/03_products.ipynb #d4d78d49
 @contextmanager
 def _narrow_products() -> Iterator[None]:
     "Inside, the CPU takes factors of float32 products for bfloat16."
@@ -53,6 +56,7 @@ def _has_narrow_factors(layer: "QuantizedLinear") -> bool:
     points = [layer.points.get(kind) for kind in ("weight", "activation")]
     return all(point is not None and point.is_bfloat16 for point in points)
 
+# %% ../../nbs/model/03_products.ipynb #e2237478
 def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
     "Whether the product of a layer's rounded input and weight may take them for bfloat16."
     if torch._C._are_functorch_transforms_active(): return False
@@ -62,6 +66,7 @@ def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
     if torch.is_autocast_enabled("cpu"): return False
     return _HAS_SWITCH and _has_narrow_factors(layer)
 
+# %% ../../nbs/model/03_products.ipynb #e96d62c0
 def multiplies_narrow(
     model: nn.Module,
     device: torch.device,
@@ -79,6 +84,7 @@ def _narrow_product(a: Tensor, b: Tensor) -> Tensor:
 @_narrow_product.register_fake
 def _product_shape(a, b): return a.new_empty(a.shape[0], b.shape[1])
 
+# %% ../../nbs/model/03_products.ipynb #4d3f4cbb
 def _multiply(a: Tensor, b: Tensor, narrow: bool) -> Tensor:
     """The product of two matrices; to a compiler, which must not see the switch,
     a narrow one is an operator."""
@@ -113,6 +119,7 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad, None
 
+# %% ../../nbs/model/03_products.ipynb #8d033122
 def _rounded_now(layer: "Quantized", advance: bool) -> Tensor:
     """The weight's rounded value without a gradient:
     a grid's weight is a value of its format already."""
@@ -120,6 +127,7 @@ def _rounded_now(layer: "Quantized", advance: bool) -> Tensor:
     if isinstance(w, GridTensor): return w.data.dequantize()
     return layer.points["weight"](w.detach(), advance)
 
+# %% ../../nbs/model/03_products.ipynb #1141a15a
 def _rounded_weight(layer: "Quantized", advance: bool) -> Tensor:
     """The weight as the product sees it: rounded now,
     read from the grid, or kept since its first use."""
@@ -210,6 +218,7 @@ def _round_gradient(y: Tensor, layer: Quantized) -> Tensor:
     if point is not None and y.requires_grad: y.register_hook(lambda g: point(g, advance))
     return y
 
+# %% ../../nbs/model/03_products.ipynb #8729c664
 def _output(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> Tensor:
     "The product of rounded factors plus the bias."
     point = layer.points.get("gradient")
@@ -241,6 +250,7 @@ class QuantizedConv2d(Quantized, nn.Conv2d):
         y = _round_gradient(self._conv_forward(x, w, None), self)
         return y if self.bias is None else y + self.bias[:, None, None]
 
+# %% ../../nbs/model/03_products.ipynb #af0da8e4
 CLASSES: dict[type[nn.Module], type[Quantized]] = {
     nn.Linear: QuantizedLinear,
     nn.Conv2d: QuantizedConv2d,

@@ -16,6 +16,7 @@ from typing import Any, Iterable, Iterator, Mapping, NamedTuple, cast
 import torch
 from torch import nn
 
+# %% ../../nbs/model/04_surgery.ipynb #46f4a066
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format
 from ..numbers.kernels import CHUNK
@@ -41,6 +42,7 @@ class QuantizedLayer:
         what = ", ".join(filter(None, (self.format, self.others))) or f"high precision: {self.why}"
         return self.name or "(the model)", what, " x ".join(map(str, self.shape))
 
+# %% ../../nbs/model/04_surgery.ipynb #39c962f3
 class QuantizationReport(tuple[QuantizedLayer, ...]):
     "What `quantize_model` did to each layer that multiplies by a weight; prints as a table."
     @property
@@ -59,6 +61,7 @@ class QuantizationReport(tuple[QuantizedLayer, ...]):
 # %% ../../nbs/model/04_surgery.ipynb #b302e6f2
 SKIP = ("lm_head", "label_head")
 
+# %% ../../nbs/model/04_surgery.ipynb #3b683430
 class _Decision(NamedTuple):
     "What is to become of one layer."
     names: list[str]  # a shared layer has several
@@ -81,6 +84,7 @@ def _matches(name: str, pattern: str) -> bool:
     "Whether a skip pattern means this layer: by its qualified name, or by its last component."
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
+# %% ../../nbs/model/04_surgery.ipynb #b89ff5d4
 def _decide(
     names: list[str], module: nn.Module, config: PrecisionConfig, skip: Iterable[str]
 ) -> _Decision:
@@ -109,6 +113,7 @@ def _multiplies(module: nn.Module) -> bool:
     if weight is None or weight.dim() < 2: return False
     return not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
+# %% ../../nbs/model/04_surgery.ipynb #4742638f
 def _layers(model: nn.Module) -> dict[nn.Module, list[str]]:
     "Every layer with a weight to multiply by, with all its qualified names."
     found: dict[nn.Module, list[str]] = {}
@@ -217,6 +222,7 @@ def _refuse_model(model: Any) -> None:
                 f"{name} has no shape yet: run a batch through the model before it is quantized"
             )
 
+# %% ../../nbs/model/04_surgery.ipynb #627c269e
 def _globs(skip: Any) -> tuple[str, ...]:
     "The skip patterns; InputError for what is no text, nor several."
     if skip is None: return ()
@@ -225,6 +231,7 @@ def _globs(skip: Any) -> tuple[str, ...]:
     if all(isinstance(pattern, str) for pattern in found): return found
     raise InputError(f"skip takes globs over the names of layers, not {type(skip).__name__}")
 
+# %% ../../nbs/model/04_surgery.ipynb #719bc5f1
 def _refuse_idle(decisions: list[_Decision]) -> None:
     "InputError where no layer would round anything."
     if any(d.points for d in decisions): return
@@ -240,6 +247,7 @@ def _refuse_weight(d: _Decision) -> None:
     raise InputError(f"{d.names[0] or 'the model'} has weights of {w.dtype}: "
                      "only real floating-point numbers are rounded")
 
+# %% ../../nbs/model/04_surgery.ipynb #46e5e13d
 def _refuse_blocks(d: _Decision) -> None:
     "InputError for a convolution whose scales would belong to blocks."
     for kind, p in d.points.items():
@@ -249,6 +257,7 @@ def _refuse_blocks(d: _Decision) -> None:
                 f"not blocks of {p.granularity}"
             )
 
+# %% ../../nbs/model/04_surgery.ipynb #2a16e8fe
 def _refuse_tied_gradient(model: nn.Module, d: _Decision) -> None:
     "InputError for a weight's gradient that is to be rounded and is not of one layer alone."
     if "weight_gradient" not in d.points: return
@@ -340,6 +349,7 @@ def _stackable(layer: Quantized) -> bool:
     if type(w) is not nn.Parameter or w.device.type == "meta": return False
     return w.is_contiguous() and 0 < w.numel() <= CHUNK
 
+# %% ../../nbs/model/04_surgery.ipynb #abe29133
 def _stacks(layers: Iterable[Quantized]) -> list[list[Quantized]]:
     "Layers whose weights can be rounded as one tensor with a row for each."
     found: dict[tuple, dict[int, Quantized]] = {}
@@ -398,6 +408,7 @@ def points_state(model: nn.Module) -> dict[str, dict[str, Any]]:
         state[f"{name}/{kind}"] = here
     return state
 
+# %% ../../nbs/model/04_surgery.ipynb #f43effd1
 def load_points_state(model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
     "Goes on where `points_state` was called; InputError if the model has other points."
     points = {f"{name}/{kind}": q for (name, kind), q in quantizers(model).items()}

@@ -22,6 +22,7 @@ from .scaling import compute_scale
 # %% ../../nbs/numbers/05_choosing.ipynb #5dd16e7a
 OUTLIER = 6.0  # an outlier lies beyond so many root mean squares
 
+# %% ../../nbs/numbers/05_choosing.ipynb #f7a550e7
 @dataclass(frozen=True)
 class TensorProfile:
     "What a tensor's distribution asks of a format."
@@ -39,6 +40,7 @@ class TensorProfile:
             f"{OUTLIER:g} root mean squares"
         )
 
+# %% ../../nbs/numbers/05_choosing.ipynb #b3eb9877
 def _tails(kurtosis: float) -> str:
     "Tail weight in words."
     limits = {
@@ -57,6 +59,7 @@ def _checked(x: Tensor) -> Tensor:
     if not x.any(): raise InputError("takes a tensor with a nonzero element")
     return x
 
+# %% ../../nbs/numbers/05_choosing.ipynb #61301915
 def profile_of(
     x: Tensor,  # float tensor of any shape, finite, not all zero
 ) -> TensorProfile:
@@ -137,6 +140,7 @@ class FormatScore:
     clipped: float  # share of nonzero elements beyond max at the best scale
     lost: float  # share of nonzero elements that became zero at the best scale
 
+# %% ../../nbs/numbers/05_choosing.ipynb #3f5877ee
 def score(
     x: Tensor,  # float32 or float64 of any shape, finite, not all zero
     fmt: FP8Format | str,

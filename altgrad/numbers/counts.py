@@ -85,6 +85,7 @@ def _merged(name: str, one: QuantStats, other: QuantStats) -> Any:
 def _ratio(part: Tensor, of: Tensor) -> float | None:
     return part.item() / of.item() if of.item() else None
 
+# %% ../../nbs/numbers/03_counts.ipynb #b2f317f8
 def _decibel(signal: Tensor, noise: Tensor) -> float | None:
     "10 log10(signal / noise); None without a signal."
     return 10 * (signal.log10() - noise.log10()).item() if signal.item() else None
@@ -96,6 +97,7 @@ def _needs_histogram(stats: QuantStats) -> Tensor:
         )
     return stats.histogram
 
+# %% ../../nbs/numbers/03_counts.ipynb #d9147a23
 def _finite_counts(stats: QuantStats) -> Tensor:
     "The histogram over the codes of finite values."
     counts = _needs_histogram(stats)
@@ -119,6 +121,7 @@ def _shown(value: float | None, form: str, unit: str = "") -> str:
     "A number in a format of Python's, with its unit; a dash where there is none."
     return "-" if value is None else format(value, form) + unit
 
+# %% ../../nbs/numbers/03_counts.ipynb #95cb4681
 def _describe(stats: QuantStats) -> str:
     "One line a human can read; waits for the device."
     parts = [
@@ -189,6 +192,7 @@ class _Layout(NamedTuple):
     first: Any
     last: Any
 
+# %% ../../nbs/numbers/03_counts.ipynb #365599cc
 @cache
 def _layout(fmt: FP8Format, device: torch.device) -> tuple[_Layout, tuple[Tensor, ...]]:
     "A format's layout as numbers, and as tensors on a device for a compiled kernel."
@@ -210,6 +214,7 @@ def _bins(q: Tensor, layout: _Layout) -> Tensor:
     )
     return magnitude.add_((bits >> 31).bitwise_and_(1).mul_(layout.last + 1))
 
+# %% ../../nbs/numbers/03_counts.ipynb #2b4327aa
 def _count_bins(bins: Tensor, n: int) -> Tensor:
     "How often each of `n` bins occurs; on a GPU without a wait."
     if bins.device.type == "cpu": return torch.bincount(bins.flatten(), minlength=n)
@@ -238,6 +243,7 @@ def _count(which: Tensor) -> Tensor: return torch.count_nonzero(which).double()
 
 def _square_sum(x: Tensor) -> Tensor: return x.double().square_().sum()
 
+# %% ../../nbs/numbers/03_counts.ipynb #4eede062
 def _sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     "Overflow, underflow, NaN, inf, squared error, squares and amax, all float64."
     finite = x.nan_to_num(0.0, 0.0, 0.0)
@@ -253,6 +259,7 @@ def _sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
 # %% ../../nbs/numbers/03_counts.ipynb #36462490
 def _fused_count(which: Tensor) -> Tensor: return which.float().sum().double()
 
+# %% ../../nbs/numbers/03_counts.ipynb #cd87dc82
 def _fused_sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
     "The same for a compiler."
     magnitude, size = x.abs(), z.abs()
@@ -302,6 +309,7 @@ def _compiled(how: K.How, device: str, codes: bool) -> Callable:
     )
     return torch.compile(own, fullgraph=True, dynamic=True, options=K.STRICT[device])
 
+# %% ../../nbs/numbers/03_counts.ipynb #5951cf49
 def _is_finite(found: Tensor, scale: Tensor | None, largest: float) -> bool:
     """Whether `_finite_sums` are right, of quotients that stay below `largest`;
     always on a device that must not wait."""

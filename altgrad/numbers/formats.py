@@ -349,6 +349,7 @@ def kind_of(
     if x.is_meta: return "a tensor without data"
     return str(x.dtype if x.layout == torch.strided else x.layout)
 
+# %% ../../nbs/numbers/00_formats.ipynb #3a729261
 def is_dense(
     x: object,  # an argument, of any type
 ) -> TypeGuard[Tensor]:
@@ -367,6 +368,7 @@ def check_float(
     if not (is_dense(x) and x.is_floating_point()):
         raise InputError(f"{what} takes a dense float tensor, not {kind_of(x)}")
 
+# %% ../../nbs/numbers/00_formats.ipynb #dc924900
 def check_bits(
     fmt: FP8Format,
     bits: Any,  # an argument, of any type and shape
@@ -437,6 +439,7 @@ def spec_of(fmt: FP8Format) -> str:
 _WORD = re.compile(r"e(\d{1,9})m(\d{1,9})b(-?\d{1,9})(.*)", re.IGNORECASE)
 _ENDING = re.compile(r"(ieee|fnuz|fn|p3109|)(u?)(n?)(t?)")
 
+# %% ../../nbs/numbers/00_formats.ipynb #9f1c9a09
 def _parse(word: str) -> FP8Format | None:
     """The format of a spec, named by its spec;
     None if `word` is no spec, InputError if it is a wrong one."""
@@ -466,6 +469,7 @@ def _search(name: str) -> FP8Format:
 
 _FOUND: dict[str, FP8Format] = {}  # what was asked for before, as it was written
 
+# %% ../../nbs/numbers/00_formats.ipynb #5d3b5b1f
 def _find(name: str) -> str:
     """Sees to it that `_FOUND` knows `name`; returns it.
     A compiler runs this once and does not look inside."""
@@ -485,6 +489,7 @@ def get_format(
     if isinstance(name, FP8Format): return name
     return FORMATS.get(str(name)) or _FOUND[_find(str(name))]
 
+# %% ../../nbs/numbers/00_formats.ipynb #bb4f5669
 def signed_format(
     name: str | FP8Format,  # as in `get_format`
 ) -> FP8Format:
@@ -516,6 +521,7 @@ def exact_text(
         else power
     )
 
+# %% ../../nbs/numbers/00_formats.ipynb #e1477e51
 def _code_text(fmt: FP8Format, code: int) -> str:
     "A code in hexadecimal, as wide as the format's codes are."
     return f"0x{code:0{-(-fmt.bits // 4)}X}"
@@ -569,6 +575,7 @@ def _card(fmt: FP8Format, codes: bool) -> str:
     lines = [fmt.name, *(f"  {key:{width}}{value}" for key, value in facts.items())]
     return "\n".join(lines + [""] + _code_lines(fmt) if codes else lines)
 
+# %% ../../nbs/numbers/00_formats.ipynb #56174731
 def _code_lines(fmt: FP8Format) -> list[str]:
     "Every code with its value, in as many columns (a power of two) as 80 characters hold."
     cells = [

@@ -20,6 +20,7 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 from torch import Tensor
 
+# %% ../../nbs/numbers/02_kernels.ipynb #7f629262
 from ..basics import InputError, unknown
 from .formats import (PRECISION, FP8Format, check_float, get_format, is_dense,
                                      is_whole, kind_of, spec_of, unit_in_first_place)
@@ -38,6 +39,7 @@ class Grid(NamedTuple):
     under: float  # what `special` puts below them: -inf, NaN, or else the limit itself
     over: float  # and above
 
+# %% ../../nbs/numbers/02_kernels.ipynb #3de65e90
 class How(NamedTuple):
     "What selects the code that rounds: a compiled kernel for each."
     rounding: str
@@ -85,6 +87,7 @@ EXPONENT_BITS = {  # by dtype: the integers of its width, and the mask of the ex
     torch.float64: (torch.int64, 0x7FF0000000000000),
 }
 
+# %% ../../nbs/numbers/02_kernels.ipynb #78079d36
 def first_bits(
     y: Tensor,  # float32 or float64, any shape
 ) -> Tensor:  # of the same shape
@@ -92,6 +95,7 @@ def first_bits(
     integers, mask = EXPONENT_BITS[y.dtype]
     return (y.view(integers) & mask).view(y.dtype)
 
+# %% ../../nbs/numbers/02_kernels.ipynb #84bf1516
 def _nearest_power(
     y: Tensor, p: Tensor, u: Tensor, c: Tensor, g: Grid, how: How, first: Callable
 ) -> Tensor:
@@ -112,6 +116,7 @@ def _nearest_power(
 # %% ../../nbs/numbers/02_kernels.ipynb #ec4540fd
 ROUNDING = ("nearest", "toward_zero", "up", "down", "stochastic", "away")
 
+# %% ../../nbs/numbers/02_kernels.ipynb #c4644fd0
 def _neighbour(y: Tensor, r: Tensor, u: Tensor, rounding: str, noise: Tensor | None) -> Tensor:
     """The neighbour of `y` on the grid that a mode wants, from the nearest one `r` and
     the spacing `u`; signs choose, as a `where` would be slow."""
@@ -128,6 +133,7 @@ def _neighbour(y: Tensor, r: Tensor, u: Tensor, rounding: str, noise: Tensor | N
     outwards = (y - low).abs_().sub_(threshold).sign_().clamp_(min=0)  # type: ignore[arg-type]
     return low.add_(outwards.mul_(u))
 
+# %% ../../nbs/numbers/02_kernels.ipynb #029bf334
 def _rounded(y: Tensor, g: Grid, how: How, noise: Tensor | None, first: Callable) -> Tensor:
     "`y` (limited already) on the grid; a zero is +0."
     p = first(y)
@@ -197,6 +203,7 @@ def _mix(h: Tensor | int) -> Tensor | int:
     h = (h ^ (h >> 15)) * 0x735A2D97 & _M32
     return h ^ (h >> 15)
 
+# %% ../../nbs/numbers/02_kernels.ipynb #524ffcd5
 def rounding_key(
     seed: int,  # of the run
     step: int | Tensor = 0,  # the update; a scalar int64 tensor where a compiled step must not depend on its value
@@ -222,6 +229,7 @@ def _mix_int32(h: Tensor) -> Tensor:
     h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF)).mul_(0x735A2D97)
     return h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF))
 
+# %% ../../nbs/numbers/02_kernels.ipynb #02dfc9a0
 def words_of(
     key: int | Tensor,  # from `rounding_key`; tensors of any shape
 ) -> tuple[int | Tensor, int | Tensor]:
@@ -257,6 +265,7 @@ def draw_range(
 # elements that are worked on at a time, so that what lies between two operations stays in the cache
 CHUNK = 1 << 17
 
+# %% ../../nbs/numbers/02_kernels.ipynb #05424109
 def uniform(
     shape: torch.Size,  # of the result
     key: int | Tensor,  # from `rounding_key`: an int, or a scalar int64 tensor
@@ -361,6 +370,7 @@ _FROM = 1 << 16  # elements of a tensor from which on a compiled kernel is faste
 _AFTER = {"cpu": 1 << 32, "cuda": 0}
 state: dict[str, Any] = {"path": "auto", "broken": False, "rounded": 0}
 
+# %% ../../nbs/numbers/02_kernels.ipynb #f0e63def
 def set_path(
     path: str,  # auto: compiled once enough was rounded to pay for it; eager; compiled: for every size, at once
 ) -> str:  # the path until now, to be set back
@@ -428,6 +438,7 @@ def _refuse_scale(low: float, high: float) -> None:
     for s in (low, high):
         if not 0 < s < math.inf: raise InputError(f"a scale must be positive and finite, not {s:g}")
 
+# %% ../../nbs/numbers/02_kernels.ipynb #2463eabb
 def check_scale(
     scale: Tensor,  # of any shape
 ) -> None:
@@ -436,6 +447,7 @@ def check_scale(
     if scale.device.type == "cpu" and scale.numel():
         _refuse_scale(*(t.item() for t in scale.aminmax()))
 
+# %% ../../nbs/numbers/02_kernels.ipynb #896ba5da
 def scaling_of(
     scale: Tensor | None,  # from `as_scale`, any shape
 ) -> tuple[str, float | None, Tensor | None]:
@@ -492,6 +504,7 @@ def _plan_of(
               scaling=scaling, out=dtype, clip=False, **facts)
     return g, how, top
 
+# %% ../../nbs/numbers/02_kernels.ipynb #1e64f932
 plan = lru_cache(4096)(_plan_of)  # where no compiler reads along
 
 # %% ../../nbs/numbers/02_kernels.ipynb #ad5f3d7b
@@ -555,6 +568,7 @@ def _shape(x, scale, key, format, *options):
         x, dtype=torch.bool if Options(*options).overflow == "mask" else x.dtype
     )
 
+# %% ../../nbs/numbers/02_kernels.ipynb #ccbb15e2
 def _save(ctx, inputs, output):
     "Keeps what the gradient needs: nothing but flags for the usual one."
     x, scale, key, ctx.format, *options = inputs
@@ -579,6 +593,7 @@ def _gradient(ctx, grad):
         grad = (grad.to(scale.dtype) / scale).to(grad.dtype)
     return (grad, *[None] * 9)
 
+# %% ../../nbs/numbers/02_kernels.ipynb #8bf49900
 _operator.register_autograd(_gradient, setup_context=_save)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #8a35481a
@@ -588,6 +603,7 @@ def _in_front(t: Tensor, dim: int | None, inner: int, outer: int) -> Tensor:
     t = t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
     return t.reshape(t.shape[0], *[1] * (outer - inner), *t.shape[1:])
 
+# %% ../../nbs/numbers/02_kernels.ipynb #04b3f779
 def _batched(call: Callable, info, in_dims, x, scale, key, fmt, *options):
     """The batching rule of `call`, which is the operator or the
     autograd function that does the same."""
@@ -598,6 +614,7 @@ def _batched(call: Callable, info, in_dims, x, scale, key, fmt, *options):
         key = _in_front(key, key_dim, key.dim() - (key_dim is not None), asked.batch)
     return call(x, scale, key, fmt, *asked._replace(batch=asked.batch + 1)), 0
 
+# %% ../../nbs/numbers/02_kernels.ipynb #1a6478e1
 _operator.register_vmap(partial(_batched, _operator))
 
 # %% ../../nbs/numbers/02_kernels.ipynb #8f59f33f
@@ -619,6 +636,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad, None, None, None
 
+# %% ../../nbs/numbers/02_kernels.ipynb #a0ce838c
 def _is_fusible(x: Tensor, key: Any, asked: Options) -> bool:
     "Whether a call is of the usual kind, and torch compiles exact arithmetic for its device."
     usual = (asked.overflow, asked.multiply, asked.gradient) == (
@@ -655,6 +673,7 @@ def is_plain(
         return False
     return all(t is None or type(t) in (Tensor, torch.nn.Parameter, int) for t in tensors)
 
+# %% ../../nbs/numbers/02_kernels.ipynb #ad9d73ed
 def is_readable(
     t: Tensor,  # of any shape
 ) -> bool:
@@ -715,6 +734,7 @@ def as_scale(
 # %% ../../nbs/numbers/02_kernels.ipynb #2d2fe215
 GRADIENTS = ("straight_through", "clipped")
 
+# %% ../../nbs/numbers/02_kernels.ipynb #3eeac4ef
 def check_call(
     x: Tensor,  # of any shape
     fmt: FP8Format,

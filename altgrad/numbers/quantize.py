@@ -61,6 +61,7 @@ def quantize(
     check_call(x, fmt, key, asked)
     return estimate(x, as_scale(scale, x), key, fmt, asked)
 
+# %% ../../nbs/numbers/01_quantize.ipynb #d6021bf9
 def dequantize(
     q: Tensor,  # values of a format, any shape
     scale: Tensor | float = 1.0,  # what `quantize` divided by, broadcastable to `q`; gets no gradient

@@ -31,6 +31,7 @@ def _exponent(m: Tensor | float, e: Tensor | int, fmt: FP8Format) -> Any:
     top_m, top_e = math.frexp(fmt.max)
     return e - top_e + (m > top_m)
 
+# %% ../../nbs/numbers/04_scaling.ipynb #8d36ec51
 def _power_of_two_scale(amax: Tensor, fmt: FP8Format) -> Tensor:
     "The scale of each amax."
     return power_of_two(
@@ -42,6 +43,7 @@ def _scale_of_number(amax: float, fmt: FP8Format) -> Tensor:
     exponent = min(max(_exponent(*math.frexp(amax), fmt), -126), 127) if 0 < amax < math.inf else 0
     return torch.tensor(2.0**exponent, dtype=torch.float32, device="cpu")
 
+# %% ../../nbs/numbers/04_scaling.ipynb #ba86265f
 def _exact_scale(amax: Tensor, fmt: FP8Format) -> Tensor:
     "amax / max rounded up to float32; for a wide format amax."
     amax, top = amax.detach().double(), 1.0 if fmt.max > WIDE else fmt.max
@@ -75,6 +77,7 @@ def _in_blocks(x: Tensor, block: int, dim: int) -> Tensor:
     block = min(block, x.shape[-1])  # one block is the whole of what is shorter
     return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
 
+# %% ../../nbs/numbers/04_scaling.ipynb #c855b6c3
 def amax_of(
     x: Tensor,  # float tensor of any shape, not empty
     granularity: str | int = "tensor",  # tensor, channel, or a block's length
@@ -105,6 +108,7 @@ def spread(
     "Repeats each block's number for each of its elements."
     return per_block.repeat_interleave(min(block, length), dim).narrow(dim, 0, length)
 
+# %% ../../nbs/numbers/04_scaling.ipynb #96bf869e
 def scale_of(
     x: Tensor,  # float tensor of any shape, not empty
     fmt: FP8Format | str,  # the format that `x` is to be rounded to
@@ -122,6 +126,7 @@ def _finite(x: Tensor) -> Tensor:
     "Magnitudes, with 0 in place of what is not finite."
     return torch.where(x.isfinite(), x.detach().abs(), 0)
 
+# %% ../../nbs/numbers/04_scaling.ipynb #fa77f9ed
 def mx_scale(
     x: Tensor,  # float tensor of any shape, not empty
     fmt: FP8Format | str,  # of the elements
@@ -190,6 +195,7 @@ class AmaxMemory:
 # %% ../../nbs/numbers/04_scaling.ipynb #9e45cb21
 REDUCTIONS = ("max", "most_recent")
 
+# %% ../../nbs/numbers/04_scaling.ipynb #e5130147
 class AmaxHistory(AmaxMemory):
     "The last amaxes, and their maximum or the most recent of them."
     def __init__(
@@ -219,12 +225,14 @@ class AmaxNow(AmaxMemory):
 
     def _enter(self, old, new): return new
 
+# %% ../../nbs/numbers/04_scaling.ipynb #ab176b13
 class AmaxFirst(AmaxMemory):
     "The first amax that was not zero: static scaling."
     lags = False
 
     def _enter(self, old, new): return torch.where(old > 0, old, new)
 
+# %% ../../nbs/numbers/04_scaling.ipynb #9a5b4cb7
 class AmaxAverage(AmaxMemory):
     "An exponential moving average of the amaxes, which starts at the first that was not zero."
     def __init__(

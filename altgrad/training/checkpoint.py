@@ -23,6 +23,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Sequence
 
+# %% ../../nbs/training/01_checkpoint.ipynb #3d3c1f87
 import numpy as np
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ def seed_everything(
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
+# %% ../../nbs/training/01_checkpoint.ipynb #b1395263
 def _random_state(device: torch.device) -> dict[str, Any]:
     "The state of every generator, as tensors and plain values."
     numpy: Any = np.random.get_state()  # a dict only where asked for one
@@ -51,6 +53,7 @@ def _random_state(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda": state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
+# %% ../../nbs/training/01_checkpoint.ipynb #54a47a73
 def _restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"].cpu())
     if device.type == "cuda" and "cuda" in state:
@@ -67,6 +70,7 @@ def _formats(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: asdict(m.weight_format) for name, m in model.named_modules()
             if getattr(m, "weight_format", None) is not None}
 
+# %% ../../nbs/training/01_checkpoint.ipynb #fe7f56af
 def _check_formats(model: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
     "ValueError unless the saved formats are the model's."
     here = _formats(model)
@@ -97,6 +101,7 @@ def pack_state(
     torch.save(state, buffer)
     return buffer.getvalue()
 
+# %% ../../nbs/training/01_checkpoint.ipynb #9b7ee685
 def save_checkpoint(
     path: Path | str,  # the file
     model: nn.Module,
@@ -122,6 +127,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor): return f"{value.dtype} {list(value.shape)}"
     return type(value).__name__
 
+# %% ../../nbs/training/01_checkpoint.ipynb #ecee2532
 def _check_weights(model: nn.Module, saved: dict[str, Any]) -> None:
     "ValueError unless the saved weights have the names, dtypes and shapes of the model's."
     here = plain_state(model)
@@ -165,6 +171,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
                     f"{list(value.shape)}"
                 )
 
+# %% ../../nbs/training/01_checkpoint.ipynb #b0ad042d
 def _check_random_state(state: dict[str, Any], device: torch.device) -> None:
     "An exception unless the generators take the saved states; they are left as they were."
     before = _random_state(device)
@@ -247,6 +254,7 @@ MAX_ANOMALIES = 3  # the first of a run: later ones tell less
 
 def _sha256(data: bytes) -> str: return hashlib.sha256(data).hexdigest()
 
+# %% ../../nbs/training/01_checkpoint.ipynb #d55b5b2a
 def kept(
     entries: list[dict[str, Any]],  # of a manifest, in order of steps
 ) -> list[dict[str, Any]]:
@@ -358,6 +366,7 @@ def _inspect(path: Path, sha256: str | None) -> tuple[str, bytes]:
     except Exception: return "damaged (it cannot be read)", data
     return "", data
 
+# %% ../../nbs/training/01_checkpoint.ipynb #e7a424e1
 def _by_name(folder: Path) -> list[dict[str, Any]]:
     "The checkpoints of a folder that has no manifest: their hashes are not known."
     found = [(int(m[2]), m[1], m[0]) for p in folder.glob("*.pt")

@@ -17,6 +17,7 @@ import torch
 import yaml
 from torch import nn
 
+# %% ../../nbs/training/03_config.ipynb #4a4b8bdd
 from ..basics import InputError, read_yaml, unknown
 from ..numbers.formats import get_format
 from ..geometry.catalogue import (GEOMETRY, RULES, RuleSettings, build_rule, check_pair,
@@ -97,11 +98,13 @@ class Setting(NamedTuple):
     default: str  # as YAML writes it
     text: str  # what it means, in which unit, and what it may be
 
+# %% ../../nbs/training/03_config.ipynb #c65bd0a6
 _SETTING = re.compile(r"    (\w+): ([\w |]+) = (.+?)  # (.+)")
 _NAMES: dict[str, Iterable[str]] = {
     "model": PRESETS, "storage": STORAGES, "rule": RULES, "placement": PLACEMENTS,
 }
 
+# %% ../../nbs/training/03_config.ipynb #8d465e11
 def _meaning(name: str, text: str) -> str:
     "Add to a setting's comment the names that it may be, and the rules that read it."
     if name in _NAMES: text += f"; one of {', '.join(_NAMES[name])}"
@@ -109,6 +112,7 @@ def _meaning(name: str, text: str) -> str:
     readers = [rule for rule, row in RULES.items() if name in row.reads.split()]
     return f"{text}; read by {', '.join(readers)}"
 
+# %% ../../nbs/training/03_config.ipynb #60cea204
 def describe_settings() -> list[Setting]:
     "Return all settings in the order of `TrainConfig`, read from its source and the catalogue."
     found, group = [], ""
@@ -165,6 +169,7 @@ def _annotation(kind: Any) -> str:
 
 _ANNOTATIONS = {f.name: _annotation(f.type) for f in fields(TrainConfig)}
 
+# %% ../../nbs/training/03_config.ipynb #f695011d
 def _brief(value: Any) -> str:
     "A value in few characters, for a message."
     if isinstance(value, int) and abs(value) >= 2**64: return "a number beyond 2^64"
@@ -238,6 +243,7 @@ def words_of(
     "Return the words of a setting that is a list."
     return [word.strip() for word in (text or "").split(",") if word.strip()]
 
+# %% ../../nbs/training/03_config.ipynb #6dafdb52
 def _check_points(c: TrainConfig) -> None:
     "InputError for points that cannot be read, or that nothing would use."
     for key in ("activation", "gradient", "weight_gradient", "head"):
@@ -307,6 +313,7 @@ def make_config(
         if key not in _ANNOTATIONS: raise unknown("config key", key, _ANNOTATIONS, cutoff=0)
     return replace(base, **{key: _coerce(key, value) for key, value in values.items()})
 
+# %% ../../nbs/training/03_config.ipynb #657b8a03
 def load_config(
     path: Path | str,  # a YAML file
 ) -> TrainConfig:

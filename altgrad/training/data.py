@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
 from urllib.parse import urlsplit
 
+# %% ../../nbs/training/00_data.ipynb #410071b6
 import numpy as np
 import platformdirs
 import torch
@@ -41,6 +42,7 @@ from ..basics import InputError, one_line, parse_json, unknown
 # %% ../../nbs/training/00_data.ipynb #733444b6
 TEXT_KINDS = "UTF-8 text without NUL bytes, .jsonl or .parquet with a 'text' column"
 
+# %% ../../nbs/training/00_data.ipynb #3fa4a2ed
 def _checked(
     text: bytes | str,  # one document as it was read
     where: str,  # names the place in an error, e.g. "'notes.jsonl' line 3"
@@ -89,6 +91,7 @@ def _position(
 # called anew for every pass; yields (position, text)
 Documents = Callable[[], Iterator[tuple[int, bytes]]]
 
+# %% ../../nbs/training/00_data.ipynb #b97b303c
 def _boundary(
     documents: Documents,
     name: str,  # of the corpus, for an error
@@ -106,6 +109,7 @@ def _character_start(raw: bytes, at: int) -> int:
     while 0 < at < len(raw) and raw[at] & 0xC0 == 0x80: at -= 1
     return at
 
+# %% ../../nbs/training/00_data.ipynb #dc29bf56
 def _split_texts(
     documents: Documents,
     boundary: int,  # see `_boundary`
@@ -150,6 +154,7 @@ def _sweep(root: Path, seconds: float = 86400) -> None:
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > seconds: shutil.rmtree(folder)
 
+# %% ../../nbs/training/00_data.ipynb #4bc98e44
 @contextmanager
 def _staging(
     root: Path,  # the cache's folder of corpora
@@ -167,6 +172,7 @@ def _staging(
         ) from e
     finally: shutil.rmtree(folder, ignore_errors=True)
 
+# %% ../../nbs/training/00_data.ipynb #e6b108c8
 def _publish(folder: Path, name: Path) -> None:
     "Gives a complete folder its name; whoever comes second leaves the first one's work in place."
     try: folder.rename(name)
@@ -206,6 +212,7 @@ NOT_LIBRARY = re.compile(
 # files that differ between machines
 NOT_SHARED = re.compile(r"_sysconfigdata.*|(site|user)customize\.py")
 
+# %% ../../nbs/training/00_data.ipynb #e92428b7
 def _walk(root: Path, skip: re.Pattern = re.compile("$^")) -> list[tuple[str, Path]]:
     """All files below `root` but in folders that match `skip`:
     (relative path with slashes, path), sorted."""
@@ -216,6 +223,7 @@ def _walk(root: Path, skip: re.Pattern = re.compile("$^")) -> list[tuple[str, Pa
         found += [Path(folder, name) for name in names]
     return sorted((path.relative_to(root).as_posix(), path) for path in found)
 
+# %% ../../nbs/training/00_data.ipynb #bd613feb
 def _stdlib(root: Path | None = None) -> Iterator[tuple[int, bytes]]:
     "The .py files of the running Python's standard library; a file that is not text is left out."
     root = root or Path(sysconfig.get_path("stdlib"))
@@ -248,6 +256,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, dict]]:
                 )
             yield where, row
 
+# %% ../../nbs/training/00_data.ipynb #f330e571
 def _jsonl(path: Path) -> Iterator[bytes]:
     "The `text` of each line."
     return (_row_text(row["text"], where) for where, row in _json_rows(path))
@@ -275,6 +284,7 @@ def _parquet_rows(path: Path, columns: Iterable[str] = ("text",)) -> Iterator[tu
     except pa.ArrowException as e:
         raise InputError(f"{str(path)!r} is not a parquet file ({one_line(e, 200)})") from None
 
+# %% ../../nbs/training/00_data.ipynb #0c8df7b4
 def _parquet(path: Path) -> Iterator[bytes]:
     "The `text` of each row."
     return (_row_text(row["text"], where) for where, row in _parquet_rows(path))
@@ -282,6 +292,7 @@ def _parquet(path: Path) -> Iterator[bytes]:
 # %% ../../nbs/training/00_data.ipynb #c3869ee4
 ARCHIVE, LARGEST = ".tar.xz", 2**30  # bytes that an archive may hold
 
+# %% ../../nbs/training/00_data.ipynb #93accaed
 def _packed(path: Path) -> list[tuple[str, bytes]]:
     """The files of an archive by name, in order; InputError for what is none,
     or holds more than `LARGEST` bytes."""
@@ -340,6 +351,7 @@ def _unpacked(root: Path) -> Iterator[tuple[int, bytes]]:
         if read is None: yield _position(key), _checked(path.read_bytes(), repr(str(path)))
         else: yield from ((_position(text), text) for text in read(path))
 
+# %% ../../nbs/training/00_data.ipynb #71fb7c01
 def _path(root: Path) -> Iterator[tuple[int, bytes]]:
     """The documents of a file, or of all files below a folder or in an archive,
     in the order of their relative paths."""
@@ -364,6 +376,7 @@ def _hub_address() -> tuple[str | None, int]:
     try: return url.hostname, url.port or (443 if url.scheme == "https" else 80)
     except ValueError: return None, 0
 
+# %% ../../nbs/training/00_data.ipynb #7803f789
 def _reachable(host: str | None, port: int, timeout: float = 3.0) -> bool:
     "Whether somebody listens there; answers within `timeout` seconds."
     answers = []
@@ -433,6 +446,7 @@ def _lex_glue_rows(name: str, splits: list,
                     {**dict(zip(batch, values)), "split": split},
                 )
 
+# %% ../../nbs/training/00_data.ipynb #9be829d3
 def _lex_glue(name: str, splits: list) -> Iterator[tuple[int, bytes]]:
     "Position and text of each row: the data set is already split."
     return ((at, _row_text(row["text"], where)) for where, row in _lex_glue_rows(name, splits)
@@ -447,6 +461,7 @@ def _expanded(path: str) -> Path:
     try: return Path(path).expanduser()
     except RuntimeError: raise InputError(f"no home folder for {path!r}") from None
 
+# %% ../../nbs/training/00_data.ipynb #0b157792
 def _source(
     data: str,  # what the user wrote
 ) -> tuple[Documents, int | None]:  # the documents, and the boundary if the source is already split
@@ -475,6 +490,7 @@ def _slices(
             yield raw.decode()
             start += len(raw)
 
+# %% ../../nbs/training/00_data.ipynb #b2f5679a
 def _whole_characters(raw: bytes) -> int:
     "How many bytes of `raw`, which may end inside a character, are whole UTF-8 characters."
     last = _character_start(raw, len(raw) - 1)
@@ -492,6 +508,7 @@ def _bpe_size(tokenizer: str) -> int | None:
         )
     return int(match[1])
 
+# %% ../../nbs/training/00_data.ipynb #ef278676
 def _train_bpe(slices: Iterable[str], size: int):
     """A byte-level BPE `tokenizers.Tokenizer` of at most `size` tokens;
     the same text gives the same one."""
@@ -607,6 +624,7 @@ def load_corpus(
     _bpe_size(tokenizer)  # a misspelt one is found before anything is read
     return _prepared(data, *_source(data), tokenizer, cache)
 
+# %% ../../nbs/training/00_data.ipynb #a5f56609
 def _prepared(data: str, documents: Documents, boundary: int | None, tokenizer: str,
               cache: str | Path | None) -> Corpus:
     "The corpus of these documents in the cache, in tokens."
@@ -633,6 +651,7 @@ def random_offsets(
                             counter=words).random_raw(count)
     return (bits % np.uint64(top)).astype(np.int64)
 
+# %% ../../nbs/training/00_data.ipynb #cb938935
 def _windows(tokens: np.ndarray, starts: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
     """Sequences of `block_size` tokens from `starts`, and the same shifted by one:
     int64, [len(starts), block_size]."""
@@ -687,6 +706,7 @@ _TABLES: dict[str, Callable[[Path], Iterator[tuple[str, dict]]]] = {
     ".parquet": partial(_parquet_rows, columns=_COLUMNS),
 }
 
+# %% ../../nbs/training/00_data.ipynb #5f5b7676
 def _rows(data: str) -> Callable[[], Iterator[tuple[str, dict]]]:
     """Yields the rows that `data` names anew for every pass, each with its place;
     InputError for what is not in the grammar."""
@@ -769,6 +789,7 @@ class LabelledCorpus(Corpus):
 # of a task: the most frequent of the train split, as in LexGLUE's eurlex (Chalkidis et al. 2022)
 MOST_LABELS = 100
 
+# %% ../../nbs/training/00_data.ipynb #cb6b750f
 def _by_split(
     known: list[tuple[int, set[str]]],  # position and labels of each document
     boundary: int,
@@ -778,6 +799,7 @@ def _by_split(
     for position, labels in known: found["val" if position < boundary else "train"].append(labels)
     return found
 
+# %% ../../nbs/training/00_data.ipynb #14763907
 def _most_frequent(documents: list[set[str]]) -> list[str]:
     "The `MOST_LABELS` most frequent labels, equally frequent ones by name."
     count = Counter(chain.from_iterable(documents))
@@ -830,6 +852,7 @@ def _nul(corpus: Corpus) -> int | None:
     byte = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("\0")[0][0]
     return Tokenizer.from_file(str(corpus.folder / "tokenizer.json")).token_to_id(byte)
 
+# %% ../../nbs/training/00_data.ipynb #87926df5
 def _bounds(tokens: np.ndarray, nul: int) -> np.ndarray:
     "Where each document of a split begins and ends."
     ends = np.append(np.flatnonzero(np.asarray(tokens) == nul), len(tokens))
@@ -846,6 +869,7 @@ def unigram_entropy(
     p = count[count > 0] / len(tokens)
     return abs(float((p * np.log(p)).sum()))
 
+# %% ../../nbs/training/00_data.ipynb #49a2ebd2
 def bigram_entropy(
     tokens: np.ndarray,  # 1-D integers from 0 to 65535
 ) -> float:  # nats per token

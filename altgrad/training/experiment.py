@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Callable, Iterable
 
+# %% ../../nbs/training/05_experiment.ipynb #93bf2d14
 from ..basics import InputError, unknown, write_atomic
 from ..numbers.formats import EIGHT_BIT
 from .data import bigram_entropy, load_corpus, unigram_entropy
@@ -35,6 +36,7 @@ def packaged_configs() -> dict[str, TrainConfig]:
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de02
 _OWN = re.compile(r"(.+?):(\w+=.*)", re.DOTALL)  # CONFIG:KEY=VALUE,... and not the colon of a path
 
+# %% ../../nbs/training/05_experiment.ipynb #3a82ff6d
 def _own_settings(text: str) -> dict[str, str]:
     "KEY=VALUE,KEY=VALUE as a mapping; InputError for anything else."
     settings: dict[str, str] = {}
@@ -52,6 +54,7 @@ def _own_settings(text: str) -> dict[str, str]:
         settings[key] = value.strip()
     return settings
 
+# %% ../../nbs/training/05_experiment.ipynb #4ac8afc6
 def _own_name(base: str, settings: dict[str, str]) -> str:
     """The name of a config with settings of its own;
     a storage or a rule needs no key to be understood."""
@@ -88,6 +91,7 @@ def _check_names(configs: list[TrainConfig]) -> None:
     for name in names:
         if names.count(name) > 1: raise InputError(f"two arms have the same name: {name}")
 
+# %% ../../nbs/training/05_experiment.ipynb #2850d9b9
 def check_arms(configs: list[TrainConfig]) -> None:
     """InputError unless the configs have different names and agree in everything but format,
     storage and update rule."""
@@ -122,6 +126,7 @@ def with_seeds(
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de09
 _NO_GAP = dict.fromkeys(("gap_nats", "gap_low", "gap_high", "within_noise"))
 
+# %% ../../nbs/training/05_experiment.ipynb #5a6c5e3a
 def paired_gap(
     losses: list[float | None],  # of an arm, one a seed; None where a run has no loss
     base: list[float | None],  # of the baseline, in the same order
@@ -187,12 +192,14 @@ def _mean(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if len(known) == len(values) else None
 
+# %% ../../nbs/training/05_experiment.ipynb #6b3d1fef
 def _exit_reason(runs: list[dict[str, Any]]) -> str:
     "Why the runs of an arm ended; each by its name where they differ."
     reasons = [run["record"]["exit_reason"] for run in runs]
     if len(set(reasons)) == 1: return reasons[0]
     return "; ".join(f"{run['config']['name']}: {reason}" for run, reason in zip(runs, reasons))
 
+# %% ../../nbs/training/05_experiment.ipynb #8f54faae
 def _row(result: Comparison, arm: dict[str, Any]) -> dict[str, Any]:
     runs = result.runs(arm)
     losses, base = _results(runs, "val_loss"), _results(result.runs(result.baseline), "val_loss")

@@ -27,6 +27,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Iterator
 
+# %% ../../nbs/training/02_tracking.ipynb #5941a42e
 import torch
 
 from ..basics import (COLORS, LARGEST_RECORD, InputError, WriteError, html_card, is_number,
@@ -37,6 +38,7 @@ from .checkpoint import Checkpoints
 # %% ../../nbs/training/02_tracking.ipynb #e792fdad
 def _not_finite(value: Any) -> bool: return isinstance(value, float) and not math.isfinite(value)
 
+# %% ../../nbs/training/02_tracking.ipynb #d4265aae
 def json_line(
     row: dict[str, Any],  # metric name to value
 ) -> str:  # one line of strict JSON, without the newline
@@ -47,6 +49,7 @@ def json_line(
     if "events" in row: row["events"] = [_plain_event(e) for e in row["events"]]
     return json.dumps(row, allow_nan=False)
 
+# %% ../../nbs/training/02_tracking.ipynb #3817087d
 def _plain_event(event: dict[str, Any]) -> dict[str, Any]:
     "An event whose values that are not finite are text."
     return {key: str(value) if _not_finite(value) else value for key, value in event.items()}
@@ -70,6 +73,7 @@ def _cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
                 platform.machine())
 
+# %% ../../nbs/training/02_tracking.ipynb #08365b6b
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
     """What computed: operating system, processor and its instructions that torch uses,
     cores, torch's threads, the GPU."""
@@ -92,9 +96,11 @@ def git_commit() -> str | None:
         return head.stdout.strip() + ("+" if git("status", "--porcelain").stdout.strip() else "")
     except OSError: return None
 
+# %% ../../nbs/training/02_tracking.ipynb #e06b46ab
 CODE = ("altgrad", ".ci", "tests", "nbs/studies/experiments",
         "nbs/studies/benchmarks")  # what a measurement depends on; results are not
 
+# %% ../../nbs/training/02_tracking.ipynb #c85fb58a
 def code_commit() -> str | None:
     """The commit, as `git_commit`, but with '+' only where the code differs from it,
     and not the stored results."""
@@ -109,6 +115,7 @@ def code_commit() -> str | None:
 _RESULTS = ("val_loss", "skipped_updates", "tokens_per_s", "wall_clock_s", "overflow_rate",
             "underflow_rate", "bit_stall_rate")
 
+# %% ../../nbs/training/02_tracking.ipynb #26c7c677
 def _read_record(path: Path) -> dict[str, Any]:
     "The content of a run.json; InputError in one line if it is damaged."
     try: record = parse_json(read_small(path, LARGEST_RECORD))
@@ -192,6 +199,7 @@ def check_place(
     except OSError as e:
         raise InputError(f"cannot write to {_shorten(path)}: {e.strerror}; {hint}") from None
 
+# %% ../../nbs/training/02_tracking.ipynb #9f17e53a
 def _shorten(path: Path) -> str:
     return str(path) if len(str(path)) < 120 else f"{str(path)[:100]}..."
 
@@ -254,12 +262,14 @@ def _try_lock(file: Any, exclusive: bool = True) -> bool:
     except OSError: pass
     return True
 
+# %% ../../nbs/training/02_tracking.ipynb #8908d404
 def _wait_for_lock(file: Any, seconds: float = 0.5) -> bool:
     "`_try_lock`, again and again: someone may be looking whether the folder is in use."
     until = time.monotonic() + seconds
     while not (got := _try_lock(file)) and time.monotonic() < until: time.sleep(0.02)
     return got
 
+# %% ../../nbs/training/02_tracking.ipynb #dbcd75c0
 def _in_use(path: Path) -> InputError:
     return InputError(
         f"{path} is in use: another process writes to this run; wait for it, or choose another "
@@ -369,6 +379,7 @@ def read_line(line: bytes | str) -> dict[str, Any] | None:
     except ValueError: return None
     return row if isinstance(row, dict) else None
 
+# %% ../../nbs/training/02_tracking.ipynb #21f035fa
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     "The complete lines of a JSON-lines file; a last line that is still being written is left out."
     if not path.is_file(): return
@@ -426,6 +437,7 @@ def _id_of(folder: RunFolder) -> str:
         write_atomic(path, secrets.token_hex(4))
     return path.read_text()
 
+# %% ../../nbs/training/02_tracking.ipynb #1217aaae
 def wandb_settings() -> Any:  # a `wandb.Settings`
     "W&B without output, without facts about the machine, and without a long wait for the network."
     import wandb

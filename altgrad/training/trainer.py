@@ -21,6 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
+# %% ../../nbs/training/04_trainer.ipynb #600d93a9
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -165,6 +166,7 @@ def resolve_compute_dtype(
     if name == "auto": name = "bfloat16" if fast_bfloat16(device) else "float32"
     return getattr(torch, name)
 
+# %% ../../nbs/training/04_trainer.ipynb #fd8062dd
 class Compute:
     "Where a run computes, in which precision, and whether compiled: the same in every process."
     def __init__(self, c: TrainConfig): agree(self._resolve, c)
@@ -256,6 +258,7 @@ def batch_of(
     "Return a micro-batch: a function of seed, step and number."
     return corpus.batch(c.batch_size, c.block_size, c.seed, step, micro)
 
+# %% ../../nbs/training/04_trainer.ipynb #9ad7bf0a
 def finish_gradient(model: nn.Module, c: TrainConfig) -> None:
     """Add up over processes, divide what was accumulated at full size,
     and round what the config says."""
@@ -316,6 +319,7 @@ def perplexity(loss: float) -> float:
     if math.isnan(loss): return math.nan
     return math.exp(loss) if loss < 700 else math.inf
 
+# %% ../../nbs/training/04_trainer.ipynb #f74679b0
 @torch.no_grad()
 def evaluate(
     trainer: Trainer,
@@ -388,6 +392,7 @@ def lr_at(
     progress = (step - c.warmup_steps) / max(1, c.max_steps - c.warmup_steps)
     return c.lr * (c.min_lr_ratio + (1 - c.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
 
+# %% ../../nbs/training/04_trainer.ipynb #c11c8ae0
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, c: TrainConfig) -> float:
     "Give every group its share of the schedule; return the rate of AdamW."
     lr = lr_at(step, c)
@@ -405,6 +410,7 @@ def _adamw(parameters: list[nn.Parameter], c: TrainConfig) -> torch.optim.AdamW:
     groups = [g for g in groups if g["params"]]
     return torch.optim.AdamW(groups, lr=c.lr, betas=(c.beta1, c.beta2), fused=True)
 
+# %% ../../nbs/training/04_trainer.ipynb #4d2d6d7e
 def make_optimizers(
     model: nn.Module,
     c: TrainConfig,
@@ -431,6 +437,7 @@ def _quantize(model: GPT, c: TrainConfig) -> None:
     points = PrecisionConfig((*parse_rules(c.rules), *head), default=everyone)
     quantize_model(model, config=points, skip=() if head else SKIP, seed=c.seed)
 
+# %% ../../nbs/training/04_trainer.ipynb #b7447f30
 def make_model(
     c: TrainConfig,
     vocab_size: int,  # of the tokenizer
@@ -581,6 +588,7 @@ def _stateful(watch: Watch) -> dict[str, Any]:
     }
     return {key: kept for key, kept in parts.items() if kept}
 
+# %% ../../nbs/training/04_trainer.ipynb #b4562a45
 def watch_state(
     watch: Watch,
 ) -> dict[str, Any]:  # plain values and tensors
@@ -597,6 +605,7 @@ def load_watch_state(
     for key, kept in _stateful(watch).items():
         if key != "interventions": kept.load_state_dict(state[key])
 
+# %% ../../nbs/training/04_trainer.ipynb #c8a2197c
 def restore_formats(
     watch: Watch,
     checkpoint: bytes,
@@ -893,6 +902,7 @@ def blemish(
     said = " and ".join(f"{count} updates {what}" for what, count in counts.items() if count)
     return f", with {said}" if said else ""
 
+# %% ../../nbs/training/04_trainer.ipynb #d1086fa0
 def succeeded(record: dict[str, Any]) -> bool:
     "Return whether a run made all its steps and has a validation loss."
     loss = record.get("results", {}).get("val_loss")

@@ -17,6 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple
 
+# %% ../../nbs/views/02_autopsy.ipynb #7972f902
 from ..basics import COLORS, InputError
 from ..watching.thresholds import Alarms
 from ..training.tracking import StoredRun, check_log, state_of
@@ -32,6 +33,7 @@ class Finding(NamedTuple):
     layer: str  # "" for the whole model
     text: str
 
+# %% ../../nbs/views/02_autopsy.ipynb #2a37afce
 def leaves_range(
     series: list[tuple[int, float]],  # step and value, in order
     limit: float,
@@ -49,6 +51,7 @@ def leaves_range(
 def _series(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
     return [(r["step"], r[name]) for r in rows if isinstance(r.get(name), (int, float))]
 
+# %% ../../nbs/views/02_autopsy.ipynb #0b417a47
 def out_of_range(
     rows: list[dict[str, Any]],  # of metrics.jsonl
     limits: dict[str, float],  # quantity -> limit
@@ -76,6 +79,7 @@ def _medians(losses: dict[int, float]) -> dict[int, float]:
     windows = [steps[i : i + WINDOW] for i in range(len(steps) - WINDOW + 1)]
     return {last[-1]: statistics.median(map(losses.__getitem__, last)) for last in windows}
 
+# %% ../../nbs/views/02_autopsy.ipynb #2f83a856
 def first_lag(
     losses: dict[int, float],  # step -> loss
     twin: dict[int, float],  # the same of a healthy run
@@ -305,6 +309,7 @@ class Lead(Enum):
     WITH = ", as the loss showed it"
     AFTER = ", {steps} steps after the loss showed it"
 
+# %% ../../nbs/views/02_autopsy.ipynb #e52ca1f3
 def lead_of(
     step: int,  # of the finding
     shown: int | None,  # of the loss's first symptom
@@ -314,6 +319,7 @@ def lead_of(
     if step == shown: return Lead.WITH
     return Lead.BEFORE if step < shown else Lead.AFTER
 
+# %% ../../nbs/views/02_autopsy.ipynb #ba80a140
 class Diagnosis(Enum):
     "What an autopsy found; the text of each outcome."
     HEALTHY = "nothing left its range, and the loss shows no illness"

@@ -17,6 +17,7 @@ from typing import Any, Callable, Iterable, NamedTuple
 import torch
 from torch import Tensor, nn
 
+# %% ../../nbs/views/04_explorer.ipynb #bbf94459
 from ..basics import COLORS, InputError, unknown
 from ..numbers.counts import QuantStats, quantize_stats
 from ..numbers.formats import FORMATS, FP8Format, exact_text, get_format
@@ -30,6 +31,7 @@ from ..geometry.spacing import stiffness
 def _exponential(g: torch.Generator, n: int) -> Tensor:
     return torch.empty(n).exponential_(generator=g)
 
+# %% ../../nbs/views/04_explorer.ipynb #a880a619
 DISTRIBUTIONS = {  # each from a generator and a number of elements; the unit is 1
     "normal": lambda g, n: torch.randn(n, generator=g),
     "uniform": lambda g, n: 2 * torch.rand(n, generator=g) - 1,
@@ -40,6 +42,7 @@ DISTRIBUTIONS = {  # each from a generator and a number of elements; the unit is
     ),
 }
 
+# %% ../../nbs/views/04_explorer.ipynb #a97f3342
 @lru_cache
 def sample(
     name: str,  # one of `DISTRIBUTIONS`
@@ -73,6 +76,7 @@ def format_of_bits(
         f"E{exponent_bits}M{M}b{2 ** (exponent_bits - 1) - 1 if exponent_bits else 1}"
     )
 
+# %% ../../nbs/views/04_explorer.ipynb #04b6678a
 def formats_to_pick() -> list[str]:
     """The names of all registered formats that the views can show:
     up to eight bits, with a sign and a zero."""
@@ -85,6 +89,7 @@ _C, _S = math.cos(math.radians(30)), math.sin(math.radians(30))
 HESSIAN = ((_C**2 + 20 * _S**2, 19 * _C * _S),
            (19 * _C * _S, _S**2 + 20 * _C**2))  # curvature 1 along the valley, 20 across
 
+# %% ../../nbs/views/04_explorer.ipynb #096c1511
 def valley(
     w: Tensor,  # pairs of weights, [2, ...]
 ) -> Tensor:  # [...]
@@ -93,11 +98,13 @@ def valley(
     (a, b), (_, c) = HESSIAN
     return (a * d[0] ** 2 + 2 * b * d[0] * d[1] + c * d[1] ** 2) / 2
 
+# %% ../../nbs/views/04_explorer.ipynb #559d6985
 def _stiff(
     p: nn.Parameter, fmt: FP8Format, step: float, power: float, **more: Any
 ) -> StiffnessAdamW:
     return StiffnessAdamW([p], fmt, step, weight_decay=0.0, power=power, **more)
 
+# %% ../../nbs/views/04_explorer.ipynb #13d48d26
 # from a parameter, a format, the RMS of its first step, and what `RiemannianAdamW` and `Madam` move with lr = 1
 RULES = {
     "AdamW": lambda p, fmt, step, ulps, size: _stiff(p, fmt, step, 0.0),
@@ -110,6 +117,7 @@ RULES = {
 # %% ../../nbs/views/04_explorer.ipynb #db99d031
 def _rms(x: Tensor) -> float: return x.square().mean().sqrt().item()
 
+# %% ../../nbs/views/04_explorer.ipynb #f7e6b9d7
 @lru_cache(maxsize=256)
 def toy_path(
     fmt: FP8Format,
@@ -148,6 +156,7 @@ class Seen(NamedTuple):
     path: Tensor  # of the optimizer, [2, steps + 1]
     path_scale: float  # of its weights
 
+# %% ../../nbs/views/04_explorer.ipynb #d24ebc1f
 def see(
     setting: Setting,
 ) -> Seen:
@@ -166,6 +175,7 @@ View = Callable[[Any], tuple[Callable[[Seen], None], list]]
 
 def _color(fmt: FP8Format) -> str: return COLORS.get(fmt.name, "0.25")
 
+# %% ../../nbs/views/04_explorer.ipynb #4d560323
 def _octave_axis(ax, what: str) -> None:
     "A horizontal axis of magnitudes."
     at = range(LOW + 2, HIGH, 4)
@@ -177,6 +187,7 @@ def _log2(x: Tensor) -> Tensor:
     x = x.abs()
     return torch.where(x > 0, x.log2(), torch.nan)
 
+# %% ../../nbs/views/04_explorer.ipynb #98fcf223
 def _move(line, x: Tensor, y: Tensor) -> None:
     "A line's new points, as arrays: matplotlib walks through a tensor number by number."
     line.set_data(x.numpy(), y.numpy())
@@ -189,6 +200,7 @@ def _octave_axes(ax: Any, x: str, y: str, ticks: range, top: float,
     ax.set(ylim=(ticks[0] if bottom is None else bottom, top), ylabel=y)
     ax.set_yticks(list(ticks), [f"$2^{{{k}}}$" for k in ticks])
 
+# %% ../../nbs/views/04_explorer.ipynb #1afa25ef
 def _one_line(ax: Any, points: Callable[[Seen], tuple[Tensor, Tensor, str]], style: str,
               **look: Any) -> tuple[Callable[[Seen], None], list]:
     "A view of one line in the format's colour, from a function of its points and the title."
@@ -328,6 +340,7 @@ def _difference(setting: Setting, others: list[Setting]) -> str:
     return "\n".join(f"shift {setting.shift:+d}" if name == "shift"
                      else str(getattr(setting, name)) for name in told)
 
+# %% ../../nbs/views/04_explorer.ipynb #566ef7f9
 def _prepare(ax, name: str) -> tuple[Callable[[Seen], None], list]:
     "A view on axes, in small type."
     ax.tick_params(labelsize=7)

@@ -28,6 +28,7 @@ def find_runs(
     if not places: raise InputError(f"{folder} holds no run (config.yaml)")
     return [StoredRun(place) for place in places]
 
+# %% ../../nbs/views/05_page.ipynb #88349924
 class RunView(NamedTuple):
     "What the page shows of a run."
     name: str
@@ -40,6 +41,7 @@ class RunView(NamedTuple):
     numbers: dict[str, float]  # for the parallel coordinates
     flags: list[str]  # such as "nonfinite at step 3"
 
+# %% ../../nbs/views/05_page.ipynb #1bca2b25
 AXES = ("lr", "rule_lr", "grad_norm", "overflow_rate", "underflow_rate", "bit_stall_rate",
         "tokens_per_s", "loss", "val_loss")
 LOGARITHMIC = ("lr", "rule_lr", "grad_norm")
@@ -49,6 +51,7 @@ _MOST_FLAGS = 5
 def _points(rows: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     return [(row["step"], row[key]) for row in rows if is_number(row.get(key))]
 
+# %% ../../nbs/views/05_page.ipynb #a58655b6
 def read_run(
     run: StoredRun,
 ) -> RunView:
@@ -78,6 +81,7 @@ def _look(view: RunView, number: int) -> str:
         f'stroke-dasharray="{_DASHES[number % len(_DASHES)]}"'
     )
 
+# %% ../../nbs/views/05_page.ipynb #89242772
 def _text(x: float, y: float, text: object, anchor: str = "start") -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
     return f'<text {place} font-size="11" fill="currentColor">{html.escape(str(text))}</text>'
@@ -85,6 +89,7 @@ def _text(x: float, y: float, text: object, anchor: str = "start") -> str:
 def _path(points: list[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
+# %% ../../nbs/views/05_page.ipynb #30a06958
 def _svg(label: str, parts: list[str]) -> str:
     about = f'role="img" aria-label="{html.escape(label)}" style="width:100%;max-width:{_WIDTH}px"'
     box = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
@@ -168,6 +173,7 @@ def draw_parallel(
 _STYLE = """:root { color-scheme: light dark; font: 15px system-ui, sans-serif; }
 table { border-collapse: collapse; } td, th { padding: .2em .8em; text-align: left; } .flag { color: #c22; }"""
 
+# %% ../../nbs/views/05_page.ipynb #3097bf7a
 def render_page(
     views: list[RunView],
     title: str,
@@ -187,6 +193,7 @@ def render_page(
         f"<h2>Loss</h2>{draw_curves(views)}<h2>All runs</h2>{draw_parallel(views)}</body></html>"
     )
 
+# %% ../../nbs/views/05_page.ipynb #6f4f7ab0
 def _row(v: RunView) -> str:
     def last(points: list[tuple[int, float]]) -> str:
         return f"{points[-1][1]:.4f}" if points else "-"
@@ -207,6 +214,7 @@ def write_page(
     write_atomic(Path(folder) / "watch.html", page)
     return going_on
 
+# %% ../../nbs/views/05_page.ipynb #ecd6dc3e
 def keep_page(
     folder: Path | str,
     every: int = 5,  # seconds between renewals

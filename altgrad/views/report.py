@@ -34,6 +34,7 @@ COLUMNS = {  # key of `Comparison.rows` -> header, how the number is written
 _OF_ONE_SEED = {"val_perplexity", "tokens_per_s", "overflow_rate", "underflow_rate"}
 _OF_SEVERAL = {"gap_nats", "interval"}
 
+# %% ../../nbs/views/00_report.ipynb #2644c233
 def _columns(result: Comparison) -> list[str]:
     """The columns that a table has room for:
     with several seeds the gaps, with one seed everything else."""
@@ -66,6 +67,7 @@ def entropy_line(result: Comparison) -> str:
     place = " and ".join(f"{side} the {name} entropy" for name, side in sides.items())
     return f"{text}; the baseline ({base['name']}) ended at {loss:.4f}: {place}"
 
+# %% ../../nbs/views/00_report.ipynb #3b38d303
 def seeds_text(result: Comparison) -> str:
     "`seed 42`, or `seeds 42 to 44`."
     first, last = result.seeds[0], result.seeds[-1]
@@ -115,6 +117,7 @@ def notes(result: Comparison) -> list[str]:
     return [f"{run['config']['name']}: {run['record']['exit_reason']}" for run in runs
             if run["record"]["exit_reason"] != "finished"]
 
+# %% ../../nbs/views/00_report.ipynb #eeb8e1f3
 def comparison_markdown(result: Comparison) -> str:
     "The comparison as a Markdown table, without the speed, which is the machine's."
     keys = [key for key in _columns(result) if key != "tokens_per_s"]
@@ -138,6 +141,7 @@ def number_text(value: Any) -> str:
 # %% ../../nbs/views/00_report.ipynb #9d5846cd
 _LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
 
+# %% ../../nbs/views/00_report.ipynb #ad2554df
 def _looks(result: Comparison) -> list[dict[str, Any]]:
     """A colour for the format of each arm; further arms of a format are lighter,
     with another line and another marker."""
@@ -151,6 +155,7 @@ def _looks(result: Comparison) -> list[dict[str, Any]]:
                       "marker": _MARKERS[before % len(_MARKERS)]})
     return looks
 
+# %% ../../nbs/views/00_report.ipynb #84323411
 def _by_value(counts: list[int], name: str) -> list[int]:
     "A bit histogram reordered from the most negative value to the most positive."
     fmt = get_format(name)

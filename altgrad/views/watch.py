@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
+# %% ../../nbs/views/01_watch.ipynb #f732128e
 import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,6 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+# %% ../../nbs/views/01_watch.ipynb #a2be1d4b
 from ..basics import COLORS, INK, InputError
 from ..watching.series import read_histograms, read_series
 from ..watching.thresholds import Thresholds
@@ -52,6 +54,7 @@ def limits_of(
     on_grid = config.get("storage", "master") not in ("master", "fp32")
     return {key: limit for key, limit in LIMITS.items() if on_grid or key != "bit_stall_rate"}
 
+# %% ../../nbs/views/01_watch.ipynb #6c440a22
 def worst(
     row: dict[str, Any],  # of metrics.jsonl
     limits: dict[str, float],
@@ -107,6 +110,7 @@ def sparkline(
 def _number(x: float | None, form: str = "{:.4f}") -> str:
     return "-" if x is None else form.format(x)
 
+# %% ../../nbs/views/01_watch.ipynb #cd8a4ba8
 def _remaining(rows: list[dict[str, Any]], steps: int) -> str:
     "The time that the steps to come will take, from the last fifty."
     last: list[Any] = [r.get("wall_clock_s") for r in rows[-50:]]
@@ -152,6 +156,7 @@ def event_text(
     told = [event[part] for part in parts if event.get(part) is not None]
     return " ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in told)
 
+# %% ../../nbs/views/01_watch.ipynb #9d5e61a6
 def _event_lines(rows: list[dict[str, Any]], most: int = 5) -> list[Text]:
     "The last events, as lines."
     found = [(r["step"], e) for r in rows for e in r.get("events", ())]
@@ -192,6 +197,7 @@ def _rule(row: dict[str, Any]) -> str:
     octaves = "" if floor in (None, 8.0) else f" R={floor:g}"
     return f"{rule} {power:+g}{place}{octaves}"
 
+# %% ../../nbs/views/01_watch.ipynb #587d22e9
 def _best_rate(rows: list[dict[str, Any]]) -> tuple[str, float | None]:
     "The learning rate with the least mean loss, and that mean."
     rates: dict[Any, list[float]] = {}

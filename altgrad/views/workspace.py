@@ -29,6 +29,7 @@ _LAYERED = ("headroom_octaves", "rms_octaves", "grid_distance", "dead_codes", "e
             "range_used_octaves", "histogram", "decay_stall_rate",
             "code_displacement", "snr")  # these have no meaning, or no sum, for a whole model
 
+# %% ../../nbs/views/03_workspace.ipynb #be57b843
 def panels() -> dict[str, dict[str, list[str]]]:
     """Section -> title of a panel -> the metrics in it:
     those of the registry that stand for a whole model."""
@@ -88,6 +89,7 @@ def _lines(name: str, titles: dict[str, list[str]], is_open: bool) -> Any:
         is_open=is_open,
     )
 
+# %% ../../nbs/views/03_workspace.ipynb #69f568e1
 def make_workspace(
     entity: str,  # user or team
     project: str = "altgrad",
@@ -108,6 +110,7 @@ def _place(place: str) -> tuple[str, str]:
         raise InputError(f"a W&B project is ENTITY/PROJECT, not {place!r}")
     return entity, project
 
+# %% ../../nbs/views/03_workspace.ipynb #732f028b
 def _need_key() -> None:
     "InputError where W&B has no key."
     import wandb
@@ -140,6 +143,7 @@ OUTCOMES = ("val_loss", "start_loss", "dead_zone", "stall", "flips", "noise", "c
 COURSE = ("dead_zone", "stall", "flips", "ulps", "sign_flips", "step_rms",
           "noise_rms")  # measured every so many steps
 
+# %% ../../nbs/views/03_workspace.ipynb #fd90cb96
 def _history(row: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
     "Steps and what is known of each: the loss every ten steps, the course where it was measured."
     found: dict[int, dict[str, float]] = {}

@@ -79,6 +79,7 @@ class _TransformersHooks(Attached):
 
     def on_train_end(self, args, state, control, **rest): self.finish()
 
+# %% ../../nbs/watching/08_callbacks.ipynb #d3c93b90
 def transformers_monitors(
     trainer: Any,  # a `transformers.Trainer`, whose `add_callback` is to take the result
     every: int | None = None,  # steps between measurements; None: 1 with a compiler, 10 without
@@ -106,6 +107,7 @@ class _LightningHooks(Attached):
 
     def on_train_end(self, trainer, pl_module): self.finish()
 
+# %% ../../nbs/watching/08_callbacks.ipynb #68719c42
 def lightning_monitors(
     every: int | None = None,  # steps between measurements; None: 1 with a compiler, 10 without
     folder: Path | str | None = None,  # for the series of every layer, see `read_series`

@@ -25,6 +25,7 @@ class Metric:
     of: Callable[[Any], Any] | None = None  # the formula, where it is one of sums or of `Codes`
     pooled: bool = True  # whether it has a meaning for several tensors with scales of their own
 
+# %% ../../nbs/watching/00_metrics.ipynb #de1dc616
 @dataclass(frozen=True)
 class MetricGroup:
     "Metrics that are measured together."
@@ -52,6 +53,7 @@ def _share(name: str) -> Callable[[Sums], np.ndarray]:
     "The metric that divides a count by the number of elements."
     return lambda s: s[name] / s["elements"]
 
+# %% ../../nbs/watching/00_metrics.ipynb #7380a57d
 def _headroom(s: Sums) -> np.ndarray: return np.log2(_divide(s["top"], s["amax"]))
 
 def _rms_octaves(s: Sums) -> np.ndarray:
@@ -59,6 +61,7 @@ def _rms_octaves(s: Sums) -> np.ndarray:
 
 def _sqnr(s: Sums) -> np.ndarray: return 10 * np.log10(_divide(s["power_2"], s["error"]))
 
+# %% ../../nbs/watching/00_metrics.ipynb #00d75f28
 def _kurtosis(s: Sums) -> np.ndarray:
     m1, m2, m3, m4 = (s[f"power_{k}"] / s["elements"] for k in (1, 2, 3, 4))
     variance = m2 - m1**2
@@ -106,6 +109,7 @@ class Codes:
         magnitude, finite = np.abs(self.values), np.isfinite(self.values)
         return magnitude[(self.counts > 0) & finite & (magnitude > 0)]
 
+# %% ../../nbs/watching/00_metrics.ipynb #bc037d5c
 def _dead_codes(c: Codes) -> float: return (c.counts[np.isfinite(c.values)] == 0).sum()
 
 def _entropy(c: Codes) -> float: return -(c.share * np.log2(c.share)).sum() + 0.0
@@ -124,6 +128,7 @@ FROM_CODES = (
            "equal to the format's: it is full", _range_used),
 )
 
+# %% ../../nbs/watching/00_metrics.ipynb #8c8e307a
 QUANTIZATION = MetricGroup(
     "quantization/<layer>/<kind>/",
     "one pass over each rounded tensor; the last four: every `histogram_every` steps",
@@ -238,6 +243,7 @@ ATTENTION = MetricGroup(
            "below 0.1: collapse is near"),
 ))
 
+# %% ../../nbs/watching/00_metrics.ipynb #3c359395
 HEALTH = MetricGroup(
     "health/<layer>/",
     "an eigenvalue problem a layer, every `health_every` steps; waits for the device",

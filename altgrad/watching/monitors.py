@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+# %% ../../nbs/watching/04_monitors.ipynb #8d50d2e2
 from ..basics import InputError
 from ..model.gpt import attention_entropy
 from ..model.parallel import rank, total
@@ -74,6 +75,7 @@ def _snr(g: GradientSums) -> float:
     spread = math.sqrt(max(0.0, g.l2**2 / g.elements - g.mean**2))
     return abs(g.mean) / spread if spread else math.nan
 
+# %% ../../nbs/watching/04_monitors.ipynb #6c21ec5b
 def gradient_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
 ) -> dict[str, float]:  # path to value
@@ -136,6 +138,7 @@ def attention_metrics(
 # and which one stands for all layers
 RANKS = {"spectral_norm": max, "stable_rank": min, "effective_rank": min}
 
+# %% ../../nbs/watching/04_monitors.ipynb #c82d2227
 @torch.no_grad()
 def matrix_health(
     w: Tensor,  # float [rows, columns]
@@ -160,6 +163,7 @@ def measure_health(model: nn.Module, parcel: Parcel) -> None:
         if not isinstance(m, kinds): continue
         parcel["health", name] = torch.stack(matrix_health(plain_weight(m.weight).flatten(1)))
 
+# %% ../../nbs/watching/04_monitors.ipynb #516e3413
 def health_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
 ) -> dict[str, float]:  # path to value

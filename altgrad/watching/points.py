@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+# %% ../../nbs/watching/02_points.ipynb #96b50e5e
 from ..basics import COLORS, INK
 from ..numbers.formats import FP8Format, get_format, ulp
 from ..geometry.storage import GridTensor
@@ -56,6 +57,7 @@ def _edges(steps: np.ndarray) -> np.ndarray:
     left = steps - 0.5 * np.diff(steps, prepend=steps[0] - width)
     return np.append(left, steps[-1] + 0.5)
 
+# %% ../../nbs/watching/02_points.ipynb #e21c0824
 def plot_histogram_over_time(
     steps: np.ndarray,  # [n]
     counts: np.ndarray,  # [n, 256], elements with each code
@@ -84,6 +86,7 @@ def _of_all(
     parts = [found[key] / world() if mean else found[key] for key in keys]
     return found | dict(zip(keys, total(parts)))
 
+# %% ../../nbs/watching/02_points.ipynb #766a5d6e
 def _sums_of_all(points: Mapping[Any, Quantizer], sums: dict[Any, Tensor]) -> dict[Any, Tensor]:
     "The same of `SUMS`, each as it is merged."
     keys = [key for key in sums if points[key].parted]
@@ -99,6 +102,7 @@ def by_format(formats: Mapping[Any, FP8Format]) -> dict[FP8Format, list]:
     for key, fmt in formats.items(): groups.setdefault(fmt, []).append(key)
     return groups
 
+# %% ../../nbs/watching/02_points.ipynb #10f9e27d
 def grid_distances(
     samples: Mapping[Any, tuple[Tensor, Tensor]],  # [n] values and rounded values, in units of the format
     formats: Mapping[Any, FP8Format],  # of each sample, and perhaps of others
@@ -121,6 +125,7 @@ class Writes(NamedTuple):
     updates: Any
     flips: Any
 
+# %% ../../nbs/watching/02_points.ipynb #c257c9a0
 def writes_since(
     before: Tensor,  # a copy of `how["counts"]` of the weight
     w: GridTensor,
@@ -203,12 +208,14 @@ class _Row(NamedTuple):
     scale: float
     format: FP8Format
 
+# %% ../../nbs/watching/02_points.ipynb #2616b7d1
 def _row_of_all(kind: str, rows: list[_Row]) -> _Row:
     "The rows of a kind as one."
     sums = add_sums(np.stack([row.sums for row in rows]))
     scale = float(np.mean([row.scale for row in rows]))
     return _Row("all", kind, sums, scale, rows[0].format)
 
+# %% ../../nbs/watching/02_points.ipynb #a05312ca
 def _rates(rows: list[_Row]) -> dict[str, float]:
     "The metrics that follow from sums, by path; those of one scale not of several tensors."
     sums, scales = np.stack([row.sums for row in rows]), np.array([row.scale for row in rows])

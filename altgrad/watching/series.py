@@ -17,6 +17,7 @@ from typing import Any, Iterable, Iterator, Mapping
 
 import numpy as np
 
+# %% ../../nbs/watching/05_series.ipynb #5d3e027d
 from ..basics import (COLORS, INK, LARGEST_RECORD, InputError, make_folder, one_line,
                             parse_json, read_small, remove_leftovers, tell, write_atomic)
 from .monitors import Measurement
@@ -24,6 +25,7 @@ from .monitors import Measurement
 # %% ../../nbs/watching/05_series.ipynb #a0e581fb
 Series = dict[str, tuple[np.ndarray, np.ndarray]]  # path to steps and values
 
+# %% ../../nbs/watching/05_series.ipynb #996d3bd4
 def plot_by_layer(
     series: Mapping[str, tuple[np.ndarray, np.ndarray]],  # from `read_series` or `series_of`
     metrics: Iterable[str],  # ends of paths, e.g. "bit_stall_rate"; one panel each
@@ -65,6 +67,7 @@ def _step_of(part: str) -> int:
     match = _PART.fullmatch(part)
     return int(match[2]) if match else -1
 
+# %% ../../nbs/watching/05_series.ipynb #62179de5
 def _listed(folder: Path) -> dict[str, str] | None:
     "The parts of a folder with their hashes; None where there is no list, or a damaged one."
     try: listed = parse_json(read_small(folder / "parts.json", LARGEST_RECORD))
@@ -82,6 +85,7 @@ def _part_fault(path: Path, sha: str) -> str:
     except OSError as e: return f"not readable ({e.strerror})"
     return "" if hashlib.sha256(data).hexdigest() == sha else "damaged (its SHA-256 differs)"
 
+# %% ../../nbs/watching/05_series.ipynb #2e85f3a5
 def _first_fault(folder: Path) -> tuple[float, str]:
     """Up to which step the parts are what was written, and the first fault;
     infinite and empty if all are."""
@@ -104,6 +108,7 @@ def _table(rows: list[tuple[str, int, Any]], column: str, dtype: type) -> dict[s
     steps = np.array([row[1] for row in rows], np.int32)
     return {"path": tuple(row[0] for row in rows), "step": steps, column: data}
 
+# %% ../../nbs/watching/05_series.ipynb #b87a4e35
 def _value_rows(measurements: Iterable[Measurement]) -> Iterator[tuple[str, int, float]]:
     for m in measurements:
         for path, value in m.values.items(): yield path, m.step, value
@@ -112,6 +117,7 @@ def _histogram_rows(measurements: Iterable[Measurement]) -> Iterator[tuple[str, 
     for m in measurements:
         for path, row in m.histograms.items(): yield path, m.step, row
 
+# %% ../../nbs/watching/05_series.ipynb #8468dbc6
 def _write_parts(folder: Path, waiting: list[Measurement]) -> dict[str, str]:
     "Writes measurements as parts named after the last one's step; the parts with their hashes."
     values = [row for row in _value_rows(waiting) if not math.isnan(row[2])]
@@ -196,6 +202,7 @@ def _by_path(rows: Iterable[tuple[str, int, Any]]) -> Series:
         series[path] = np.array(steps), np.array(values)
     return series
 
+# %% ../../nbs/watching/05_series.ipynb #e4b4cba7
 def read_series(folder: Path | str) -> Series:
     "Steps and values of every path that a `SeriesLog` holds."
     return _by_path(_read_parts(Path(folder), "values", "value"))

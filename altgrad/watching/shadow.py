@@ -31,6 +31,7 @@ def _restore(states: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states: torch.cuda.set_rng_state(states["cuda"], device)
 
+# %% ../../nbs/watching/07_shadow.ipynb #36dc2b1b
 def linear_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of all linear layers and convolutions that are trained,
     by the layer's qualified name."""

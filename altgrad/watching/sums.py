@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# %% ../../nbs/watching/01_sums.ipynb #ea8c4ddf
 import altgrad.numbers.kernels as K
 from ..numbers.quantize import fake_quantize
 from ..numbers.counts import _bins, _count_bins, _histogram, _layout
@@ -36,6 +37,7 @@ class Rounded(NamedTuple):
     square: Tensor  # of the value
     magnitude: Tensor  # of x, the same
 
+# %% ../../nbs/watching/01_sums.ipynb #cfc4372d
 @dataclass(frozen=True)
 class Sum:
     "One number of a pass over a tensor."
@@ -64,6 +66,7 @@ PLACE = {s.name: i for i, s in enumerate(SUMS)}  # of each sum in a row of them
 # %% ../../nbs/watching/01_sums.ipynb #ebe58f0d
 _FORMULAS = [s.of for s in SUMS if s.of]
 
+# %% ../../nbs/watching/01_sums.ipynb #139aa58a
 def _rounding_sums(x: Tensor, y: Tensor, inverse: Tensor, unit: Tensor, limits: Tensor) -> Tensor:
     """The formulas of `SUMS`; values and errors are those of `x * unit`,
     which stay in float32's range."""
@@ -75,6 +78,7 @@ def _rounding_sums(x: Tensor, y: Tensor, inverse: Tensor, unit: Tensor, limits: 
     seen = Rounded(x, y, finite, beyond, error, value, value * value, v.abs())
     return torch.stack([formula(seen) for formula in _FORMULAS])
 
+# %% ../../nbs/watching/01_sums.ipynb #c4baed59
 @cache
 def _limits(fmt: FP8Format, device: torch.device) -> Tensor:
     return torch.tensor([fmt.min, fmt.max], device=device)
@@ -95,6 +99,7 @@ def merge_sums(
     "Each of `SUMS` as it is merged."
     return torch.where(_maxima(added.device), largest, added)
 
+# %% ../../nbs/watching/01_sums.ipynb #d92417a9
 def _merged(a: Tensor, b: Tensor) -> Tensor: return merge_sums(a + b, torch.maximum(a, b))
 
 def add_sums(rows: np.ndarray) -> np.ndarray:  # [sums]
@@ -112,12 +117,14 @@ def _compiled(body: Callable, device: str) -> Callable:
     options: Any = K.STRICT[device]
     return torch.compile(body, fullgraph=True, dynamic=True, options=options)
 
+# %% ../../nbs/watching/01_sums.ipynb #f03d6a11
 def _takes_compiler(x: Tensor) -> bool:
     "Whether a pass over a tensor of this size, on this device, is compiled."
     path = K.state["path"]
     if path == "compiled": return True
     return path == "auto" and x.numel() >= _FROM and x.device.type in K.STRICT
 
+# %% ../../nbs/watching/01_sums.ipynb #a97b11d4
 def _pass(
     body: Callable, compiled: bool, parts: Sequence[Tensor], rest: Sequence[Tensor]
 ) -> Tensor:
@@ -127,6 +134,7 @@ def _pass(
     if found is None: found = body(*parts, *rest)
     return _with_elements(found, first)
 
+# %% ../../nbs/watching/01_sums.ipynb #b622d4d8
 def _with_elements(found: Tensor, piece: Tensor) -> Tensor:
     found = found.double()
     return torch.cat([found, found.new_full((1,), piece.numel())])
@@ -149,6 +157,7 @@ def sums_in_pieces(
     assert total is not None
     return total
 
+# %% ../../nbs/watching/01_sums.ipynb #01d42354
 def compiles() -> bool:
     "Whether passes are compiled: not where the path is eager, or where compiling has failed."
     ones, one = torch.ones(_FROM), torch.ones(())
@@ -159,6 +168,7 @@ def compiles() -> bool:
 def _in_units_of_x(total: Tensor, unit: Tensor) -> Tensor:
     return total * unit.double() ** -_powers(total.device)
 
+# %% ../../nbs/watching/01_sums.ipynb #b6f223a7
 @torch.no_grad()
 def rounding_sums(
     x: Tensor,  # float tensor of any shape, not empty
@@ -185,6 +195,7 @@ def _fused(how: K.How) -> Callable:
         return y, _rounding_sums(x, y, inverse, unit, limits)
     return body
 
+# %% ../../nbs/watching/01_sums.ipynb #858446f8
 def _worth_fusing(x: Tensor, p: Precision, scale: Tensor) -> bool:
     "Whether rounding and sums can be one compiled pass."
     if scale.dim() or p.rounding == "stochastic" or not x.is_contiguous(): return False
@@ -235,6 +246,7 @@ def rounding_metrics(
     with np.errstate(divide="ignore", invalid="ignore"):
         return {m.name: m.of(columns) for m in FROM_SUMS if m.of}
 
+# %% ../../nbs/watching/01_sums.ipynb #d4193a72
 def histogram_metrics(
     counts: np.ndarray,  # [256], elements with each code
     fmt: FP8Format,
@@ -278,6 +290,7 @@ def sample(
     "`SAMPLE` elements of a tensor, at equal distances; repeated where it has fewer."
     return x.reshape(-1)[_sample_index(x.numel(), x.device)].float()
 
+# %% ../../nbs/watching/01_sums.ipynb #dcf9b452
 def sample_scale(
     scale: Tensor,  # broadcastable to the tensor
     shape: torch.Size,  # of the tensor
@@ -302,6 +315,7 @@ class Parcel:
         return {name: piece.reshape(tuple(p.shape))
                 for (name, p), piece in zip(self.parts.items(), pieces)}
 
+# %% ../../nbs/watching/01_sums.ipynb #0c60bcc6
 def rows_of(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
     what: str,  # first part of the names

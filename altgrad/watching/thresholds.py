@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+# %% ../../nbs/watching/06_thresholds.ipynb #e94c26e0
 from ..basics import InputError, unknown
 from ..numbers.formats import EIGHT_BIT, FORMATS, FP8Format, get_format
 from ..numbers.quantize import fake_quantize
@@ -184,6 +185,7 @@ class Alarms:
 # %% ../../nbs/watching/06_thresholds.ipynb #833b0f24
 INTERVENTIONS = ("fit_gradients", "move_bit")
 
+# %% ../../nbs/watching/06_thresholds.ipynb #902b6dde
 @dataclass(frozen=True)
 class Event:
     "Something that was done to a run."
@@ -197,6 +199,7 @@ class Event:
         result = f": {self.result}" if self.result else ""
         return f"step {self.step}: {self.what} at {self.where}, because {self.why}{result}"
 
+# %% ../../nbs/watching/06_thresholds.ipynb #8b786bed
 def neighbour_format(
     fmt: FP8Format,
     exponent_bits: int,  # +1: a bit of mantissa becomes one of exponent; -1: the other way
@@ -216,6 +219,7 @@ def _recode(grid: GridTensor, fmt: FP8Format) -> None:
     grid.codes.copy_(pack(fake_quantize(w / scale, fmt), fmt))
     grid.scale.copy_(scale)
 
+# %% ../../nbs/watching/06_thresholds.ipynb #59f272c2
 @torch.no_grad()
 def set_weight_format(
     model: nn.Module,  # with quantized layers
@@ -236,6 +240,7 @@ def set_weight_format(
 # %% ../../nbs/watching/06_thresholds.ipynb #6a2c704f
 def _beyond(rate: float, limit: float | None) -> bool: return limit is not None and rate > limit
 
+# %% ../../nbs/watching/06_thresholds.ipynb #c447abe2
 def _fit_gradients(model: nn.Module, step: int, m: Measurement, limit: float | None) -> list[Event]:
     "Lets each gradient that overflowed be shrunk from now on."
     events = []
@@ -246,6 +251,7 @@ def _fit_gradients(model: nn.Module, step: int, m: Measurement, limit: float | N
         events.append(Event(step, "fit_gradients", layer, why))
     return events
 
+# %% ../../nbs/watching/06_thresholds.ipynb #60671433
 def _neighbours(model: nn.Module, exponent_bits: int) -> dict[str, str]:
     "Layers to the specs of the formats beside theirs, where there are any."
     layers = dict(quantized_layers(model))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+# %% ../../nbs/watching/03_updates.ipynb #9d9e401a
 import altgrad.numbers.kernels as K
 from ..numbers.quantize import fake_quantize
 from ..numbers.formats import FP8Format, ulp, unit_in_first_place
@@ -39,6 +40,7 @@ def _spacings(m: Quantized) -> Tensor:
     w, s = plain_weight(m.weight), m.weight_scale()
     return torch.log2(ulp(m.weight_format, w / s) * s / w.square().mean().sqrt())
 
+# %% ../../nbs/watching/03_updates.ipynb #0bc6f685
 def plot_stiffness_field(
     model: nn.Module,  # with quantized layers
 ) -> Any:  # the matplotlib figure
@@ -64,6 +66,7 @@ def _count_piece(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tens
     flipped = (q.view(torch.int32) != old_q.view(torch.int32)).logical_and_(moved)
     return torch.stack([torch.count_nonzero(mask) for mask in (over, under, moved, flipped)])
 
+# %% ../../nbs/watching/03_updates.ipynb #a61c93db
 def _counts(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -> Tensor:
     """The numbers of `Writes` of one weight tensor, int64 on its device;
     on a CPU in pieces that stay in the cache."""
@@ -74,6 +77,7 @@ def _counts(w: Tensor, old_w: Tensor, q: Tensor, old_q: Tensor, limit: Tensor) -
     counts = torch.stack([_count_piece(*piece) for piece in zip(*pieces, limits)]).sum(0)
     return torch.cat([counts.new_full((1,), w.numel()), counts])
 
+# %% ../../nbs/watching/03_updates.ipynb #fdb3157c
 def _rate(count: int, of: int) -> float | None: return count / of if of else None
 
 # %% ../../nbs/watching/03_updates.ipynb #c637bbf1
@@ -161,6 +165,7 @@ SIZES = (
 @cache
 def _quantiles(device: torch.device) -> Tensor: return torch.tensor(QUANTILES, device=device)
 
+# %% ../../nbs/watching/03_updates.ipynb #d352f0c6
 def decay_rates(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, float]:
     "The factor by which decoupled weight decay shrinks each parameter in a step, by its identity."
     found: dict[int, float] = {}
@@ -169,6 +174,7 @@ def decay_rates(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, float]
         found |= dict.fromkeys(map(id, group["params"]), rate)
     return found
 
+# %% ../../nbs/watching/03_updates.ipynb #88f38da8
 class _Weight(NamedTuple):
     "A layer's weight at one moment."
     values: Tensor
@@ -184,6 +190,7 @@ def _weight_now(m: Quantized) -> _Weight:
     low, high = m.weight.detach().aminmax()
     return _Weight(w, compute_scale(torch.maximum(-low, high), m.weight_format))
 
+# %% ../../nbs/watching/03_updates.ipynb #5f2b1d8e
 class Origin(NamedTuple):
     "Where the sampled weights of a layer were when the run began."
     codes: Tensor  # their code coordinates under the scale
@@ -287,6 +294,7 @@ def _update_rates(row: np.ndarray, on_grid: bool) -> dict[str, float]:
              "bit_stall_rate" if on_grid else "code_unchanged_rate": unchanged}
     return {name: float(value) for name, value in rates.items()}
 
+# %% ../../nbs/watching/03_updates.ipynb #35b6cda1
 def update_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
 ) -> dict[str, float]:  # path to value; NaN where it is not defined
