@@ -20,7 +20,7 @@ from torch import Tensor
 # %% ../../nbs/watching/01_sums.ipynb #ea8c4ddf
 import altgrad.numbers.kernels as K
 from ..numbers.quantize import fake_quantize
-from ..numbers.counts import _bins, _count_bins, _histogram, _layout
+from ..numbers.counts import histogram_of
 from ..numbers.formats import FP8Format, get_format, unit_in_first_place
 from ..model.points import Precision
 from .metrics import FROM_CODES, FROM_SUMS, Codes
@@ -271,11 +271,7 @@ def code_counts(
     every = max(1, y.numel() // COUNTED)
     s = scale.expand(y.shape).reshape(-1)[::every] if scale.dim() else scale
     q = y.reshape(-1)[::every].float() / s
-    step = K.CHUNK if q.device.type == "cpu" else max(1, q.numel())
-    layout, bins = _layout(fmt, q.device)[0], torch.zeros((), dtype=torch.int64, device=q.device)
-    for piece in q.split(step):
-        bins = bins + _count_bins(_bins(piece, layout), 2 * fmt.magnitudes + 2)
-    counts = _histogram(bins, (q != q).sum(), fmt)
+    counts = histogram_of(q, fmt)
     if fmt.bits > 8: return counts.view(256, -1).sum(1)
     return torch.cat([counts, counts.new_zeros(256 - len(counts))])
 
