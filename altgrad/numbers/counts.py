@@ -224,7 +224,7 @@ def _count_bins(bins: Tensor, n: int) -> Tensor:
 
 # %% ../../nbs/numbers/03_counts.ipynb #a1d3b498
 def _measure(
-    x: Tensor, scale: Any, inverse: Any, g: K.Grid, how: K.How, noise: Tensor | None,
+    x: Tensor, scale: Any, inverse: Any, g: K.Grid, how: K.How, *, noise: Tensor | None,
     first: Callable, sums: Callable, layout: _Layout | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     "The result, the bins if a layout is given, and `sums`."
@@ -297,8 +297,8 @@ def _compiled(how: K.How, device: str, codes: bool) -> Callable:
     ) -> tuple:
         layout = _Layout(factor, *places.unbind()) if codes else None
         y, bins, found = _measure(
-            x, scale, inverse, K.Grid(*numbers.unbind()), how, None, unit_in_first_place, sums,
-            layout,
+            x, scale, inverse, K.Grid(*numbers.unbind()), how,
+            noise=None, first=unit_in_first_place, sums=sums, layout=layout,
         )
         out.copy_(y)
         return bins, found
@@ -322,7 +322,7 @@ PIECE = 1 << 20  # elements a compiled kernel takes at a time
 # %% ../../nbs/numbers/03_counts.ipynb #f51000a6
 def _pieces(
     x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How,
-    words: tuple | None, fmt: FP8Format | None,
+    *, words: tuple | None, fmt: FP8Format | None,
 ) -> Iterator[tuple[Any, Tensor]]:
     """Writes the result to `out`; yields the bins if a format is given and the sums,
     piece by piece of the first dimension."""
@@ -347,7 +347,9 @@ def _pieces(
         if words is not None:
             coin = K.draw_range(a * row, b * row, words, how.random_bits, x.device)
             coin = coin.view(part.shape)
-        y, bins, found = _measure(part, s, inverse, g, how, coin, K.first_bits, _sums, layout)
+        y, bins, found = _measure(
+            part, s, inverse, g, how, noise=coin, first=K.first_bits, sums=_sums, layout=layout
+        )
         into.copy_(y)
         yield bins, found
 
@@ -400,7 +402,7 @@ def _collect(
     flat, scale, _ = K.flat_of(x.contiguous(), scale, None)
     for codes, found in _pieces(
         flat, out.view(flat.shape), scale, inverse, g, how,
-        None if key is None else K.words_of(key), fmt,
+        words=None if key is None else K.words_of(key), fmt=fmt,
     ):
         total += found[:6]
         amax = torch.maximum(amax, found[6])
