@@ -1242,6 +1242,52 @@ def elsewhere(central, retuned, replication):
     return found
 
 
+# as the pages write a storage
+WORDS = {
+    "grid_stochastic": ("on the grid, stochastic rounding", "stochastic rounding"),
+    "grid_nearest": ("on the grid, nearest rounding", "nearest rounding"),
+    "master": ("FP32 master weights", "FP32 master weights"),
+}
+
+
+def test_small_table_of_rules(gains):
+    head, *rows = lines_of("| format | on the grid, stochastic rounding | on the grid, nearest")
+    storages = [s for title in head[1:] for s, words in WORDS.items() if title in words]
+    assert [row[0] for row in rows] == list(RANKED) and len(storages) == 3
+    for fmt, *cells in rows:
+        for storage, cell in zip(storages, cells, strict=True):
+            arm, d = gains[storage, fmt]
+            rule, estimate = cell.strip("*").split(": ")
+            on_gradient = " on the gradient" if arm[3] == "gradient" else ""
+            assert rule == f"S^{arm[4]:g}{on_gradient}", (storage, fmt)
+            check_t(estimate, d)
+            assert cell.startswith("**") == (judged(d, 0.01) == "matters"), (storage, fmt)
+
+
+def test_small_table_of_slopes(slopes, verdicts):
+    head, *rows = lines_of("| D | on the grid, stochastic rounding")
+    storages = [s for title in head[1:] for s, words in WORDS.items() if title in words]
+    assert {(s, row[0]) for s in storages for row in rows} == set(slopes)
+    for fmt, *cells in rows:
+        for storage, cell in zip(storages, cells, strict=True):
+            assert prints(cell.strip("*"), slopes[storage, fmt].mean())
+            assert cell.startswith("**") == (verdicts[storage, fmt][1] == "matters")
+
+
+def test_small_table_of_the_replication(elsewhere):
+    _, *rows = lines_of("| format, storage | D, repeated | D, central study |")
+    names = {(f, words): (s, f) for s, f in elsewhere for words in WORDS[s]}
+    assert len(rows) == len(elsewhere)
+    for name, repeated, here in rows:
+        d, _, d_here, _ = elsewhere[names[tuple(name.split(", ", 1))]]
+        mean, low, high = numbers(repeated)
+        assert prints(mean, d.mean()) and prints(here, d_here.mean())
+        assert any(
+            prints(low, a, more) and prints(high, b, more)
+            for (a, b), more in ((interval(d), 0.0), (drawn(d), near(d)))
+        ), name
+
+
 def test_table_of_the_replication(elsewhere):
     _, *rows = lines_of("| study | storage | format | D over p = -1, 0, 1 |")
     assert [tuple(row[1:3]) for row in rows] == list(elsewhere) and len(rows) >= 11
