@@ -16,6 +16,7 @@ import textwrap
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from types import FrameType
 from typing import Any, Callable, NoReturn
 
 # %% ../nbs/cli.ipynb #5724e35d
@@ -699,10 +700,28 @@ def _explore(args: argparse.Namespace) -> int:
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
             if hasattr(signal, name)]
 
-def _interrupt(*_):
+def _interrupt(_: int, frame: FrameType | None) -> None:
     "The first signal interrupts; what is then written down is not disturbed by a second one."
     for s in _SIGNALS: signal.signal(s, signal.SIG_IGN)
-    raise KeyboardInterrupt
+    # libraries that are being loaded swallow an interrupt, or abort: it waits for them
+    if not (_loads(frame) and hasattr(signal, "setitimer")): raise KeyboardInterrupt
+    _interrupt_later()
+
+def _loads(frame: FrameType | None) -> bool:
+    "Whether an import is under way."
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>": return True
+        frame = frame.f_back
+    return False
+
+def _interrupt_later() -> None:
+    signal.signal(signal.SIGALRM, _interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+def _not_lost(lost: Any) -> None:
+    "An interrupt that came where Python drops exceptions, as in `__del__`, comes again."
+    if lost.exc_type is KeyboardInterrupt and hasattr(signal, "setitimer"): _interrupt_later()
+    else: sys.__unraisablehook__(lost)
 
 # %% ../nbs/cli.ipynb #b301490e
 def _join(args: argparse.Namespace) -> None:
@@ -760,6 +779,7 @@ def _run(args: argparse.Namespace) -> int:
 def _take_process() -> None:
     "Takes over the signals and the streams of a process that is altgrad's own."
     for s in _SIGNALS: signal.signal(s, _interrupt)
+    sys.unraisablehook = _not_lost
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None: setattr(sys, name, open(os.devnull, "w"))  # it was closed

@@ -387,6 +387,38 @@ def test_the_help_of_train_lists_every_setting(env):
     assert all(f"    {name}: " in shown for name in TrainConfig.__dataclass_fields__)
 
 
+LOADED = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(0.3); print('loaded')"
+DROPPED = """
+import os, signal, time
+class Gone:
+    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.2)
+Gone()
+"""
+
+
+@pytest.mark.parametrize("where", ["import", "__del__"])
+def test_an_interrupt_is_neither_swallowed_nor_in_the_way_of_what_loads(env, tmp_path, where):
+    """Libraries that are being loaded drop an interrupt, turn it into another error, or abort;
+    and Python drops it in `__del__`."""
+    (tmp_path / "slow.py").write_text(LOADED if where == "import" else "")
+    begins = "import slow" if where == "import" else DROPPED
+    code = f"""
+import sys, time
+from altgrad import cli
+cli._take_process()
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    {begins.strip().replace(chr(10), chr(10) + "    ")}
+    time.sleep(20)
+except KeyboardInterrupt: print("interrupted")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["loaded"] * (where == "import") + ["interrupted"], done.stderr
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("delay", [0.1, 0.6, 1.2, 1.8])
 def test_an_early_interrupt_leaves_no_traceback_and_no_silent_folder(env, tmp_path, delay):
     command = [*ALTGRAD, "train", "e4m3_fp8", *settings(max_steps=5000), "--out", str(tmp_path)]
