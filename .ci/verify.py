@@ -10,7 +10,6 @@ arithmetic (`segments`); then the public function quantizes every pattern, and e
 compared, bit for bit, with its one right answer.
 """
 import argparse
-import hashlib
 import json
 import sys
 import time
@@ -29,6 +28,7 @@ from altgrad.numbers import quantize
 from altgrad.numbers.formats import EIGHT_BIT, FP8Format, get_format
 from altgrad.numbers.kernels import rounding_key
 from altgrad.numbers.quantize import fake_quantize
+from altgrad.evidence.instrument import code_hash
 from altgrad.training.tracking import code_commit, machine, versions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -360,8 +360,8 @@ def check_stochastic(fmt: FP8Format, overflow: str, progress) -> dict:
 
 
 def digest() -> str:
-    "A fingerprint of the code that a result depends on."
-    return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in JUDGES)).hexdigest()[:16]
+    "A fingerprint of what the code that a result depends on computes; its words do not matter."
+    return code_hash((ROOT / name).read_text(encoding="utf-8") for name in JUDGES)
 
 
 def tasks(args: argparse.Namespace) -> list[tuple[str, str, str]]:
