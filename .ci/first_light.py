@@ -145,17 +145,17 @@ def draw(result: Comparison) -> Any:
     row = rows["grid_nearest"]
     finding = f"Rounded to nearest, the weights stand still: {row['gap_nats']:.2f} nats lost"
     if row["within_noise"]: finding = "Three ways to keep 8-bit weights"
-    with plt.rc_context({**figure_style(), "font.size": 15, "axes.titlesize": 15}):
-        fig, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", width_ratios=[3, 2])
-        fig.suptitle(finding, fontsize=18)
-        draw_gap(axes[0], result)
-        draw_moves(axes[1], result)
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", width_ratios=[3, 2])
+    fig.suptitle(finding, fontsize=18)
+    draw_gap(axes[0], result)
+    draw_moves(axes[1], result)
     return fig
 
 
 def draw_stored(path: Path) -> int:
     "Draws the figure from the stored result."
-    with plt.rc_context(figure_style()): save_figure(draw(Comparison.load(RESULT)), path)
+    with plt.rc_context({**figure_style(), "font.size": 15, "axes.titlesize": 15}):
+        save_figure(draw(Comparison.load(RESULT)), path)
     return 0
 
 

@@ -3,6 +3,8 @@ nbs/images/house.svg (tests/test_house.py holds the drawing and the floors to th
 import ast
 from pathlib import Path
 
+from altgrad.basics import COLORS
+
 ROOT = Path(__file__).resolve().parent.parent
 DRAWING = ROOT / "nbs/images/house.svg"
 # from the ground
@@ -79,7 +81,7 @@ def uses() -> dict[str, set[str]]:
 WIDTH, TOP, ROW, BOX = 1080, 66, 72, 58
 # where boxes begin and end, their rooms begin, and from one riser to the next
 LEFT, RIGHT, ROOMS, STEP = 24, 800, 184, 30
-COLORS = ("#7F3C8D", "#0072B2", "#009E73", "#B8A800", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9")
+RISERS = tuple(COLORS.values())
 STYLE = (
     "text{font-family:system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#1f2328}"
     ".name{font-size:23px;font-weight:600}.rooms{font-size:19px}.head{font-size:21px}"
@@ -112,7 +114,7 @@ def box(name: str, texts: list[str], middle: int) -> list[str]:
 def riser(name: str, middles: dict[str, int], users: list[str]) -> list[str]:
     "What rises from a floor: a line to the highest floor that uses it, a dot at each."
     number = FLOORS.index(name)
-    x, color = RIGHT + 32 + STEP * (len(COLORS) - 1 - number), COLORS[number]
+    x, color = RIGHT + 32 + STEP * (len(RISERS) - 1 - number), RISERS[number]
     way = f"M{RIGHT} {middles[name]}H{x}V{middles[users[-1]]}"
     found = [f'<path d="{way}" fill="none" stroke="{color}" stroke-width="3"/>']
     for user in users:

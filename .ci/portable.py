@@ -107,18 +107,18 @@ def differing(settings: list[str]) -> list[str]:
     return [s for s in seen.values() if s != "as it is"]
 
 
+def asked(setting: str, what: str) -> str:
+    "What this script prints in a setting."
+    command, env = [sys.executable, __file__, what], environment(setting)
+    return subprocess.run(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+
 def fingerprint(setting: str) -> str:
     """What a process in a setting computes for sums,
     products and functions, with its threads and vectors."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--fingerprint"],
-        cwd=ROOT,
-        env=environment(setting),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return done.stdout
+    return asked(setting, "--fingerprint")
 
 
 def command(name: str) -> list[str]:
@@ -377,24 +377,12 @@ def measure_all(path: Path) -> int:
     commit, here = git_commit(), cpu()
     for setting in SETTINGS:
         began = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, __file__, "--here"],
-            cwd=ROOT,
-            env=environment(setting),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
+        found = json.loads(asked(setting, "--here").splitlines()[-1])
         facts = {
             "cpu": here, "machine": machine(), "setting": setting, "versions": versions(),
             "commit": commit,
         }
-        keep(
-            path,
-            "entries",
-            f"{here} / {setting}",
-            {**facts, **json.loads(done.stdout.splitlines()[-1])},
-        )
+        keep(path, "entries", f"{here} / {setting}", {**facts, **found})
         print(f"{setting}: {time.perf_counter() - began:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "verify.json")

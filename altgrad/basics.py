@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['MESSAGE', 'LARGEST', 'LARGEST_RECORD', 'MOST_VALUES', 'MOST_LEVELS', 'COLORS', 'MARKERS', 'INK', 'one_line',
            'InputError', 'unknown', 'tell', 'WriteError', 'write_atomic', 'make_folder', 'remove_leftovers',
-           'read_small', 'parse_yaml', 'read_yaml', 'parse_json', 'is_number', 'svg_bars', 'html_card', 'figure_style']
+           'read_small', 'parse_yaml', 'read_yaml', 'parse_json', 'is_number', 'read_parquet', 'svg_bars', 'html_card',
+           'figure_style']
 
 # %% ../nbs/basics.ipynb #085f52e4
 import difflib
@@ -202,6 +203,16 @@ def is_number(value: Any) -> bool:
     """Whether a value is an int or a float that is finite; a bool is none,
     and neither is an int that no float can hold."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+# %% ../nbs/basics.ipynb #5ca7ab1e
+def read_parquet(
+    path: Path | str,  # of any name: pyarrow itself takes only names in UTF-8
+    columns: list[str] | None = None,  # those that are read; None reads all
+) -> list[dict[str, Any]]:  # column -> value, a row each
+    "The rows of a parquet file; pyarrow's errors and OSError for what is none."
+    import pyarrow.parquet as pq
+
+    with open(path, "rb") as file: return pq.read_table(file, columns=columns).to_pylist()
 
 # %% ../nbs/basics.ipynb #91b682a6
 def svg_bars(

@@ -749,3 +749,15 @@ def test_entropies_of_too_little():
     refused("no tokens", unigram_entropy, np.zeros(0, np.uint8))
     refused("needs a pair", bigram_entropy, np.zeros(1, np.uint8))
     assert bigram_entropy(np.array([1, 2])) == 0
+
+
+def test_a_table_in_a_folder_whose_name_is_not_utf8(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    odd = tmp_path / os.fsdecode(b"\xff")
+    odd.mkdir()
+    with open(odd / "laws.parquet", "wb") as file:
+        pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 2]}), file)
+    found = [row for _, row in D._parquet_rows(odd / "laws.parquet")]
+    assert found == [{"text": "one"}, {"text": "two"}]

@@ -228,3 +228,12 @@ def test_stored_matrices_can_be_read():
     for path in sorted((Path(__file__).parent.parent / "nbs/studies/matrices").glob("*.yaml")):
         matrix = read_matrix(path.read_text())
         assert plan(matrix, lambda arm: Loss(1.0, abs(math.log(arm.lr)))).stage == "done", path.name
+
+
+def test_a_folder_whose_name_is_not_utf8_takes_a_ledger_and_gives_it_back(tmp_path):
+    odd = tmp_path / os.fsdecode(b"\xff")
+    odd.mkdir()
+    rows = [{"run": "a", "val_loss": 1.5, "task": {"steps": 1}, "curve": [1.0, 0.5]}]
+    compact(rows, odd / "ledger.parquet")
+    assert [p.name for p in odd.iterdir()] == ["ledger.parquet"]
+    assert read_rows(odd) == rows

@@ -37,7 +37,7 @@ from rich.progress import (
 
 # %% ../../nbs/evidence/01_sweep.ipynb #d9a48267
 from ..basics import (InputError, html_card, is_number, one_line, parse_json, parse_yaml,
-                            svg_bars, tell, unknown)
+                            read_parquet, svg_bars, tell, unknown, write_atomic)
 from ..training.data import ARCHIVE
 from ..training.tracking import check_place, git_commit, machine, read_line, versions
 from .instrument import (MOST_POWER, SPLITS, VERSION, Arm, Bench, Task,
@@ -879,9 +879,9 @@ def compact(
     for i, f in enumerate(table.schema):
         if f.type == pa.list_(pa.float64()):
             table = table.set_column(i, f.name, table[f.name].cast(pa.list_(pa.float32())))
-    part = Path(f"{path}.part")
-    pq.write_table(table, part, compression="zstd", compression_level=19)
-    os.replace(part, path)
+    def write(file: Any) -> None:
+        pq.write_table(table, file, compression="zstd", compression_level=19)
+    write_atomic(path, write)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #9ae3dc60
 def read_rows(
@@ -897,9 +897,7 @@ def read_rows(
         if path.suffix == ".jsonl": ledger.path = path
         if not ledger.path.is_file(): raise InputError(f"there is no ledger {ledger.path}")
         return ledger.rows()
-    import pyarrow.parquet as pq
-
-    try: rows = pq.read_table(path).to_pylist()
+    try: rows = read_parquet(path)
     except Exception as e: raise InputError(f"cannot read {path}: {type(e).__name__}") from None
     decoded = [dict(zip(row, map(_decoded, row.values()))) for row in rows]
     return check_rows(decoded, f"{path} is damaged in row")

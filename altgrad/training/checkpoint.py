@@ -346,8 +346,8 @@ class Checkpoints:
         while left:
             entry = left.pop()
             path = self.folder / entry["file"]
-            fault, data = _inspect(path, entry["sha256"])
-            if entry["step"] > at_most: fault = f"later than step {at_most}, to which all is whole"
+            fault, data = f"later than step {at_most}, to which all is whole", b""
+            if entry["step"] <= at_most: fault, data = _inspect(path, entry["sha256"])
             if not fault: return entry, data
             then = f"{left[-1]['file']} is next" if left else "the run begins again"
             tell(f"checkpoint {path} is {fault}: {then}")

@@ -269,7 +269,8 @@ def _parquet_rows(path: Path, columns: Iterable[str] = ("text",)) -> Iterator[tu
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        # opened here: pyarrow takes only names in UTF-8
+        with open(path, "rb") as source, pq.ParquetFile(source) as file:
             there, number = file.schema_arrow.names, 0
             if "text" not in there:
                 raise InputError(

@@ -19,7 +19,8 @@ import numpy as np
 
 # %% ../../nbs/watching/05_series.ipynb #5d3e027d
 from ..basics import (COLORS, INK, LARGEST_RECORD, InputError, make_folder, one_line,
-                            parse_json, read_small, remove_leftovers, tell, write_atomic)
+                            parse_json, read_parquet, read_small, remove_leftovers, tell,
+                            write_atomic)
 from .monitors import Measurement
 
 # %% ../../nbs/watching/05_series.ipynb #a0e581fb
@@ -178,16 +179,13 @@ class SeriesLog:
 # %% ../../nbs/watching/05_series.ipynb #67d48bdc
 def _read_parts(folder: Path, kind: str, column: str) -> Iterator[tuple[str, int, Any]]:
     "The rows of one kind of part; InputError for a part that is damaged or missing."
-    import pyarrow.parquet as pq
     listed = _listed(folder) or {}
     there = {path.name for path in folder.glob(f"{kind}-*.parquet") if _step_of(path.name) >= 0}
     for part in sorted(there | {part for part in listed if part.startswith(kind)}):
         path = folder / part
         fault = _part_fault(path, listed[part]) if part in listed else ""
         if fault: raise InputError(f"{path} is {fault}")
-        try:
-            source = io.BytesIO(path.read_bytes())  # pyarrow takes only names in UTF-8
-            rows = pq.read_table(source, columns=["path", "step", column]).to_pylist()
+        try: rows = read_parquet(path, ["path", "step", column])
         except Exception as e: raise InputError(f"{path} is damaged ({one_line(e, 100)})") from None
         yield from ((row["path"], row["step"], row[column]) for row in rows)
 

@@ -104,13 +104,11 @@ def _obstacle(kind: str, mode: str, place: Place) -> None:
 
 
 KEY = "a" * 40
+CLOSED = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}
 ONLINE = {  # environment, and how the one warning begins
     "no key": ({}, "there is no key"),
     "a short key": ({"WANDB_API_KEY": "x"}, "WANDB_API_KEY invalid"),
-    "a host that is closed": (
-        {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"},
-        "Failed to authenticate with http://127.0.0.1:9",
-    ),
+    "a host that is closed": (CLOSED, "Failed to authenticate with http://127.0.0.1:9"),
     "a host that never answers": (
         {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:{port}"},
         "Failed to authenticate with http://127.0.0.1",
@@ -119,18 +117,9 @@ ONLINE = {  # environment, and how the one warning begins
         {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "nonsense"},
         "1 validation error for Settings",
     ),
-    "a project that cannot be": (
-        {"WANDB_API_KEY": KEY, "WANDB_PROJECT": "a/b:#?%", "WANDB_BASE_URL": "http://127.0.0.1:9"},
-        "Invalid project name",
-    ),
-    "a folder that is a file": (
-        {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"},
-        "the mirror has stopped",
-    ),
-    "a folder that is a link to nothing": (
-        {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"},
-        "the mirror has stopped",
-    ),
+    "a project that cannot be": ({**CLOSED, "WANDB_PROJECT": "a/b:#?%"}, "Invalid project name"),
+    "a folder that is a file": (CLOSED, "the mirror has stopped"),
+    "a folder that is a link to nothing": (CLOSED, "the mirror has stopped"),
 }
 
 
