@@ -132,7 +132,7 @@ _EXAMPLES = {  # command -> what one types, and what that does
 # %% ../nbs/cli.ipynb #5af074c5
 def _examples(*commands: str) -> str:
     "The examples of some commands, each with what it does beneath it."
-    examples = [example for command in commands for example in _EXAMPLES[command]]
+    examples = chain.from_iterable(_EXAMPLES[command] for command in commands)
     lines = [f"  {typed}\n      {does}" for typed, does in examples]
     return "\n".join(["examples", *lines]) + "\n"
 

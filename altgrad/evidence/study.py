@@ -152,7 +152,8 @@ def build_study(
     losses = {arm: Loss(float(_pieces(r, frozen).mean()), loss_of_row(r).raw)
               for arm, r in known.items()}
     plans = {m.name: plan(m, losses.get) for m in matrices}
-    tuned = {cell: t for p in plans.values() for cell, t in p.found.items()}
+    tuned: dict[Arm, Tuning] = {}
+    for p in plans.values(): tuned |= p.found
     ends = np.array([frozen[c, "confirm"].mean() if (c, "confirm") in frozen else np.nan
                      for c in first.checkpoints])
     study = Study(first.checkpoints, first.confirm_seeds, plans, tuned, {}, by_arm, ends)

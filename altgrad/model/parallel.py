@@ -83,7 +83,8 @@ def total(
     if world() == 1 or not parts: return parts
     flat = torch.cat([p.detach().reshape(-1) for p in parts])
     with _others(): dist.all_reduce(flat)
-    return [new.view(p.shape) for new, p in zip(flat.split([p.numel() for p in parts]), parts)]
+    sums = flat.split([p.numel() for p in parts])
+    return [new.view(p.shape) for new, p in zip(sums, parts)]
 
 # %% ../../nbs/model/01_parallel.ipynb #ff9192b7
 def largest(

@@ -11,7 +11,8 @@ __all__ = ['SKIP', 'MANIFOLD_OPTIONS', 'QuantizedLayer', 'QuantizationReport', '
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Iterable, Iterator, Mapping, NamedTuple, cast
+from itertools import chain, product, starmap
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -92,7 +93,7 @@ def _decide(
     if type(module) not in CLASSES:
         why = f"a {type(module).__name__}, not a plain Linear or Conv2d"
         return _Decision(names, module, {}, why)
-    if any(_matches(name, pattern) for name in names for pattern in skip):
+    if any(starmap(_matches, product(names, skip))):
         return _Decision(names, module, {}, "skipped")
     for rule in config.rules:
         if any(fnmatchcase(name, rule.pattern) for name in names):
@@ -129,10 +130,12 @@ def _check_patterns(
     skip: Iterable[str],  # the default ones may match none
 ) -> None:
     "InputError for a rule that decides no layer, or a skip pattern that matches none."
-    names = [name for d in decisions for name in d.names]
-    rules = [r.pattern for r in config.rules]
-    unmatched = [p for p in rules if not any(fnmatchcase(name, p) for name in names)]
-    unmatched += [p for p in skip if p not in SKIP and not any(_matches(name, p) for name in names)]
+    names = list(chain.from_iterable(d.names for d in decisions))
+    def matches_none(pattern: str, matches: Callable[[str, str], bool]) -> bool:
+        return not any(matches(name, pattern) for name in names)
+
+    unmatched = [r.pattern for r in config.rules if matches_none(r.pattern, fnmatchcase)]
+    unmatched += [p for p in skip if p not in SKIP and matches_none(p, _matches)]
     if unmatched:
         raise InputError(f"no linear layer or convolution matches {unmatched[0]!r}; "
                          f"there are: {', '.join(names)}")

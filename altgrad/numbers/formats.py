@@ -531,7 +531,8 @@ def _runs(fmt: FP8Format, which: Tensor) -> str:
     "The codes that `which` (bool, one for each code) marks, runs of neighbours as first-last."
     marked = set(which.nonzero().flatten().tolist())
     if not marked: return "none"
-    first, last = (sorted(c for c in marked if c + step not in marked) for step in (-1, 1))
+    first = sorted(c for c in marked if c - 1 not in marked)
+    last = sorted(c for c in marked if c + 1 not in marked)
     return ", ".join(
         _code_text(fmt, a) + (f"-{_code_text(fmt, b)}" if b > a else "")
         for a, b in zip(first, last)
@@ -583,10 +584,9 @@ def _code_lines(fmt: FP8Format) -> list[str]:
     ]
     width = max(map(len, cells)) + 2
     columns = 2 ** ((80 // width).bit_length() - 1)
-    return [
-        "".join(f"{cell:{width}}" for cell in cells[i : i + columns]).rstrip()
-        for i in range(0, len(cells), columns)
-    ]
+    padded = [cell.ljust(width) for cell in cells]
+    starts = range(0, len(cells), columns)
+    return ["".join(padded[i : i + columns]).rstrip() for i in starts]
 
 # %% ../../nbs/numbers/00_formats.ipynb #40026f34
 def _html(fmt: FP8Format) -> str:

@@ -19,6 +19,7 @@ import warnings
 from contextlib import suppress
 from copy import copy
 from dataclasses import asdict
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Sequence
@@ -115,8 +116,8 @@ def save_checkpoint(
 # %% ../../nbs/training/01_checkpoint.ipynb #d4814e28
 def _restore_numbers(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     "Puts plain numbers of the saved per-parameter state back where loading made tensors of them."
-    ids = [i for group in saved["param_groups"] for i in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for i, p in zip(ids, parameters):
         for key, value in saved["state"].get(i, {}).items():
             if isinstance(value, (int, float)): optimizer.state[p][key] = value

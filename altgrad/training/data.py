@@ -720,7 +720,7 @@ def _rows(data: str) -> Callable[[], Iterator[tuple[str, dict]]]:
                 f"{rest!r} holds no documents with labels; allowed: .jsonl or .parquet with "
                 "columns 'text' and 'labels'"
             )
-        return lambda: (row for read, path in tables for row in read(path))
+        return lambda: chain.from_iterable(read(path) for read, path in tables)
     name, at, folder = str(data).partition("@")
     if name not in LEX_GLUE or (at and not folder):
         raise unknown("corpus with labels", data, LABELLED)

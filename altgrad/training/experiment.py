@@ -119,9 +119,9 @@ def with_seeds(
     "Every arm with every seed; InputError for a number of seeds that cannot be."
     if not 1 <= seeds <= MAX_SEEDS:
         raise InputError(f"seeds must be at least 1 and at most {MAX_SEEDS}, not {seeds}")
-    def further(c: TrainConfig, k: int) -> TrainConfig:
-        return replace(c, seed=c.seed + k, name=f"{c.name}_seed{c.seed + k}")
-    return [configs, *([further(c, k) for c in configs] for k in range(1, seeds))]
+    def further(k: int) -> list[TrainConfig]:
+        return [replace(c, seed=c.seed + k, name=f"{c.name}_seed{c.seed + k}") for c in configs]
+    return [configs, *map(further, range(1, seeds))]
 
 # %% ../../nbs/training/05_experiment.ipynb #a1c0de09
 _NO_GAP = dict.fromkeys(("gap_nats", "gap_low", "gap_high", "within_noise"))

@@ -233,7 +233,8 @@ def _html(run: StoredRun) -> str:
         check_log(run)
         config, rows, ending = run.stored_config() or {}, run.metrics(), state_of(run)
     except InputError as e: return html_card(run.path.name, {"no run": e})
-    kinds = [str(event.get("kind")) for row in rows for event in row.get("events", ())]
+    events = chain.from_iterable(row.get("events", ()) for row in rows)
+    kinds = [str(event.get("kind")) for event in events]
     validation = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
     facts = {key: config[key] for key in ("format", "storage", "rule", "model")
              if config.get(key) is not None}

@@ -12,6 +12,7 @@ import io
 import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
@@ -386,7 +387,7 @@ class Picture:
         self.views = [_prepare(axes[name], name) for name in VIEWS]
         self.canvas.draw()  # lays the axes out, with room for the titles that an update writes
         self.figure.set_layout_engine("none")
-        self.artists = [artist for _, artists in self.views for artist in artists]
+        self.artists = list(chain.from_iterable(artists for _, artists in self.views))
         for artist in self.artists: artist.set_animated(True)
         self.canvas.draw()
         self.kept = self.canvas.copy_from_bbox(self.figure.bbox)
@@ -442,8 +443,8 @@ class Explorer:
         self.aligning = False
         self.image = w.Image(value=self.picture.png(see(start)), format="png",
                              layout=w.Layout(max_width="100%"))
-        left, right = list(self.controls)[:4], list(self.controls)[4:]
-        columns = [w.VBox([self.controls[name] for name in names]) for names in (left, right)]
+        controls = list(self.controls.values())
+        columns = [w.VBox(controls[:4]), w.VBox(controls[4:])]
         self.box = w.VBox([w.HBox(columns, layout=w.Layout(flex_flow="row wrap")), self.image])
         for name, control in self.controls.items():
             control.observe(lambda change, name=name: self._changed(name), "value")

@@ -10,6 +10,7 @@ __all__ = ['AXES', 'LOGARITHMIC', 'find_runs', 'RunView', 'read_run', 'share', '
 import html
 import math
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,7 +113,7 @@ def draw_curves(
     most: int = 400,  # points of a curve
 ) -> str:  # an SVG element
     "Draw the training losses as lines and the validation losses as dots."
-    everything = [p for v in views for p in v.losses + v.validation]
+    everything = list(chain.from_iterable(v.losses + v.validation for v in views))
     if not everything: return "<p>no step yet</p>"
     losses = [loss for _, loss in everything]
     last, low, high = max(step for step, _ in everything), min(losses), max(losses)

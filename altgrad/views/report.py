@@ -9,6 +9,7 @@ __all__ = ['COLUMNS', 'entropy_line', 'seeds_text', 'gap_line', 'comparison_tabl
 # %% ../../nbs/views/00_report.ipynb #149ef4df
 import math
 import textwrap
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def comparison_table(
 # %% ../../nbs/views/00_report.ipynb #9362a61f
 def notes(result: Comparison) -> list[str]:
     "A line for every run that did not simply finish."
-    runs = [run for arm in result.arms for run in result.runs(arm)]
+    runs = chain.from_iterable(map(result.runs, result.arms))
     return [f"{run['config']['name']}: {run['record']['exit_reason']}" for run in runs
             if run["record"]["exit_reason"] != "finished"]
 

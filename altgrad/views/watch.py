@@ -10,6 +10,7 @@ __all__ = ['LIMITS', 'EVENT_PARTS', 'MOST', 'MetricName', 'parse_metric', 'limit
 import math
 import time
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
@@ -220,7 +221,8 @@ def _outcomes(rows: list[dict[str, Any]]) -> Table:
         arm = (str(r.get("storage", "-")), str(r.get("format", "-")), _rule(r))
         groups.setdefault(arm, []).append(r)
     for arm, part in sorted(groups.items())[:MOST]:
-        (lr, mean), found = _best_rate(part), [flag for r in part for flag in flags(r)]
+        lr, mean = _best_rate(part)
+        found = list(chain.from_iterable(map(flags, part)))
         least = min((r["val_loss"] for r in part if r.get("val_loss") is not None), default=None)
         table.add_row(*arm, str(len(part)), lr, _number(mean), _number(least),
                       *(str(found.count(f) or "") for f in FLAGS))
@@ -362,7 +364,8 @@ def _layer_quantities(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Quantity -> names of its series, for those that two layers or more have,
     those with a limit first."""
     found: dict[str, list[str]] = {}
-    numbers = [name for r in rows for name, v in r.items() if isinstance(v, float)]
+    values = chain.from_iterable(row.items() for row in rows)
+    numbers = [name for name, value in values if isinstance(value, float)]
     for name in dict.fromkeys(numbers):
         layer, quantity = parse_metric(name)
         if "/" in name and layer: found.setdefault(quantity, []).append(name)
