@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import textwrap
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -204,6 +204,7 @@ def _add_sweep(commands: Any) -> None:
     p.add_argument("--workers", type=int, metavar="N",
                    help="processes of one thread each (default: 1)")
     _add_executor(p)
+    _add_foreign(p)
     p.add_argument("--dry-run", action="store_true",
                    help="list the next runs and what they cost, and make none "
                         "(missing checkpoints are pretrained)")
@@ -233,9 +234,14 @@ def _add_replay(commands: Any) -> None:
     p.add_argument("--ledger", required=True, metavar="FILE",
                    help="ledger.jsonl, a parquet file, or the folder of either; "
                         "texts and checkpoints beside it are used")
+    _add_foreign(p)
     _add_corpus(p)
 
 # %% ../nbs/cli.ipynb #541cf422
+def _add_foreign(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--no-foreign-code", action="store_true",
+                   help="refuse update rules from files and from other packages")
+
 def _add_accept(p: argparse.ArgumentParser) -> None:
     p.add_argument("--accept", action="append", default=[], metavar="CODE",
                    help="count the ledger's rows of this code (its first digits; none: rows that "
@@ -257,7 +263,9 @@ def _add_search(commands: Any) -> None:
     p = _command(commands, "max-lr", does)
     p.add_argument("formats", metavar="FORMAT", nargs="+",
                    help="8-bit formats, or all for the eight of them")
-    p.add_argument("--rule", default="adamw", help="update rule (default: adamw)")
+    p.add_argument("--rule", default="adamw",
+                   help="update rule; your own is FILE.py:CLASS (default: adamw)")
+    _add_foreign(p)
     p.add_argument("--power", type=float, default=0.0,
                    help="of the stiffness, for stiffness_adamw (default: 0)")
     p.add_argument("--storage", default="grid_stochastic",
@@ -327,6 +335,7 @@ def _add_training(commands: Any) -> None:
     compare.add_argument("--seeds", type=int, default=1, metavar="N",
                          help="runs of each arm, with N seeds from the config's on (default: 1)")
     for p in (train, compare):
+        _add_foreign(p)
         p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append",
                        type=_setting, default=[], help="change a setting; may be repeated")
         p.add_argument("--out", default="runs", metavar="DIR",
@@ -579,9 +588,11 @@ def _max_lr(args: argparse.Namespace) -> int:
     from altgrad.evidence.instrument import Arm, Bench
     from altgrad.evidence.stability import StabilitySearch
     from altgrad.geometry.catalogue import get_rule
+    from altgrad.geometry.outside import use_rule
 
     if args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
     names = chain.from_iterable(EIGHT_BIT if name == "all" else [name] for name in args.formats)
+    args.rule = use_rule(args.rule)
     guess = get_rule(args.rule).guess if args.guess is None else args.guess
     shared = dict(storage=args.storage, rule=args.rule, power=args.power, lr=guess, corpus=args.on)
     arms = [Arm(format=name, **shared) for name in dict.fromkeys(names)]
@@ -759,6 +770,14 @@ _COMMANDS = {
 }
 
 # %% ../nbs/cli.ipynb #853716af
+def _code_from_outside(args: argparse.Namespace) -> Any:
+    "A context in which code from outside may be imported, or may not."
+    if not getattr(args, "no_foreign_code", False): return nullcontext()
+    from altgrad.geometry.outside import refuse_outside
+
+    return refuse_outside("--no-foreign-code")
+
+# %% ../nbs/cli.ipynb #c3d61b63
 def _run(args: argparse.Namespace) -> int:
     """Runs the command; one line and exit code 2 where the request is wrong,
     1 where the disk is full."""
@@ -768,7 +787,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         _refuse_empty(args)
         _join(args)
-        return _COMMANDS[args.command](args)
+        with _code_from_outside(args): return _COMMANDS[args.command](args)
     except InputError as e:
         early = isinstance(e, (WriteError, ProcessLost))
         hint = "; the same command goes on from the last checkpoint" if early else ""

@@ -15,14 +15,19 @@ from typing import Any, Callable
 
 from . import sweep
 from ..basics import InputError
+from ..geometry.outside import recall, sources_of
 from .instrument import Arm, identity, run_id
 from .replicas import kind_if_stacked, work_batch
 
 # %% ../../nbs/evidence/05_cluster.ipynb #ac2811e1
-def _work_on_node(setup: tuple, run: str, arm: Arm, device: str | None) -> dict[str, Any]:
+def _work_on_node(
+    setup: tuple, run: str, arm: Arm, device: str | None, sources: dict[str, str]
+) -> dict[str, Any]:
     "Make one run in a process of the cluster, on a device if one is named."
     bench = sweep.start_bench(setup)
-    try: here = run_id(identity(arm, bench))
+    try:
+        recall(sources)
+        here = run_id(identity(arm, bench))
     except (InputError, OSError) as e:
         said = " ".join(str(e).split())[:300]
         return {"error": f"this machine lacks something: {said}"}
@@ -117,6 +122,7 @@ class RayWorkers:
         gpus, device = self.gpus, self.device
         if kind_if_stacked(arm) is None: gpus, device = 0.0, None
         task = self.task.options(num_gpus=gpus)
-        return task.remote(self.setup, self.sweep.run_id(arm), arm, device).future()
+        run, sources = self.sweep.run_id(arm), sources_of([arm.rule])
+        return task.remote(self.setup, run, arm, device, sources).future()
 
     def restart(self) -> None: pass  # Ray replaces its workers itself

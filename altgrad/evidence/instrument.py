@@ -35,8 +35,9 @@ from ..basics import InputError, is_number, unknown, write_atomic
 from ..numbers.formats import get_format, ulp
 from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import compute_scale
-from ..geometry.catalogue import RULES, RuleSettings, build_rule, check_pair
+from ..geometry.catalogue import RULES, RuleSettings, build_rule
 from ..geometry.optim import PLACEMENTS
+from ..geometry.outside import is_full, sources_of, use_rule
 from ..geometry.storage import STORAGES, get_storage, make_grid_tensor, pack
 from ..model.gpt import GPT, GPTConfig, loss_of
 from ..model.surgery import quantize_model
@@ -234,9 +235,9 @@ def _check_arm(a: Arm) -> None:
             raise InputError(f"{f.name} must be text, not {value!r}")
     if get_format(a.format).bits != 8:
         raise InputError(f"an arm's format has 8 bits, not {a.format}")
+    if not is_full(a.rule): object.__setattr__(a, "rule", use_rule(a.rule))
     for key, allowed in (
         ("storage", arm_storages()),
-        ("rule", RULES),
         ("placement", PLACEMENTS),
         ("split", SPLITS),
     ):
@@ -248,8 +249,8 @@ def _check_arm(a: Arm) -> None:
         raise InputError(
             f"power must be a number from -{MOST_POWER} to {MOST_POWER}, not {a.power:g}"
         )
-    check_pair(a.rule, a.storage)
     for key, usual in (("power", 0.0), ("placement", "update")):
+        if a.rule not in RULES: break  # a row's, of code that this process does not have
         if getattr(a, key) != usual and key not in RULES[a.rule].reads.split():
             raise InputError(f"{a.rule} has no {key}")
     recipe_of(a.checkpoint)
@@ -265,6 +266,8 @@ def _number(key: str, value: Any) -> float:
     raise InputError(f"{key} must be a finite number, not {value!r}")
 
 # %% ../../nbs/evidence/00_instrument.ipynb #9c8afdba
+_TOLD = ("lr", "power", "placement", "floor_octaves", "seed", "storage")
+
 def make_rule(
     arm: Arm,
     parameters: list[nn.Parameter],
@@ -272,7 +275,7 @@ def make_rule(
 ) -> torch.optim.Optimizer:
     """The arm's update rule over these parameters:
     no weight decay, one pair of betas, one floor for all."""
-    arms = {key: getattr(arm, key) for key in ("lr", "power", "placement", "floor_octaves", "seed")}
+    arms = {key: getattr(arm, key) for key in _TOLD}
     settings = RuleSettings(
         fmt=arm.format,
         **arms,
@@ -612,7 +615,8 @@ def make_row(
             **run.end,
             "course": _columns(run.course),
             "weights_sha": state_hash({str(i): p for i, p in enumerate(run.weights)})[:16],
-            "seconds": round(run.seconds, 3)}
+            "seconds": round(run.seconds, 3),
+            **({"sources": sources} if (sources := sources_of([arm.rule])) else {})}
 
 # %% ../../nbs/evidence/00_instrument.ipynb #dee3d7a7
 def _train(

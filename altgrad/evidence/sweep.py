@@ -38,6 +38,8 @@ from rich.progress import (
 # %% ../../nbs/evidence/01_sweep.ipynb #d9a48267
 from ..basics import (InputError, html_card, is_number, one_line, parse_json, parse_yaml,
                             read_parquet, svg_bars, tell, unknown, write_atomic)
+from ..geometry.catalogue import RULES
+from ..geometry.outside import recall, sources_of, use_rule
 from ..training.data import ARCHIVE
 from ..training.tracking import check_place, git_commit, machine, read_line, versions
 from .instrument import (MOST_POWER, SPLITS, VERSION, Arm, Bench, Task,
@@ -383,6 +385,7 @@ COLUMNS = {  # the one table of what is read from a row: in this order a missing
     "raw_loss": Column("number"),
     "seconds": Column("number"),
     "stall": Column("number"),
+    "sources": Column("mapping"),  # texts of rules from outside, by name
     "curve": Column("list"),
 }
 
@@ -581,11 +584,12 @@ def work_alone(
     except Exception as e: return failure(e)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #cb3eafc3
-def _start_worker(setup: tuple) -> None:
+def _start_worker(setup: tuple, sources: dict[str, str]) -> None:
     "Prepares a worker process."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
     start_bench(setup)
+    recall(sources)
 
 def _end_with(parent) -> None:
     "Ends this process when its parent is gone."
@@ -607,7 +611,7 @@ class Workers:
 
     def _start(self) -> None:
         self.pool = ProcessPoolExecutor(self.count, get_context("spawn"), _start_worker,
-                                        (self.setup,))
+                                        (self.setup, sources_of(RULES)))
 
     def stop(self) -> None:
         "Ends the workers now: what they were at is made again next time."
@@ -767,6 +771,7 @@ def _check_sweep(sweep: Sweep) -> None:
     a folder that cannot be written, a text that is missing or too short."""
     check_place(sweep.out)
     check_place(sweep.bench.folder, "choose another --checkpoints")
+    for arm, _ in sweep.matrix.cells: use_rule(arm.rule)
     for name in sweep.matrix.checkpoints:
         if os.path.lexists(sweep.bench.file(name)): sweep.bench.state(name)
         else: sweep.bench.corpus(recipe_of(name)[0].corpus)
@@ -984,6 +989,9 @@ def replay(
 ) -> tuple[bool, str]:  # whether it agrees, and a sentence
     "Makes a row's run again and compares; InputError where it cannot be the same run."
     arm = Arm(**{f.name: row[f.name] for f in fields(Arm)})
+    sources = row.get("sources") or {}
+    for name in sources: tell(f"{name} is imported from the row")
+    recall(sources)
     task = Task(**_part(row["task"], "task"))
     text = bench.corpus(arm.corpus).hash
     if text != row["corpus_sha"]:

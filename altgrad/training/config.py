@@ -20,9 +20,9 @@ from torch import nn
 # %% ../../nbs/training/03_config.ipynb #4a4b8bdd
 from ..basics import InputError, read_yaml, unknown
 from ..numbers.formats import get_format
-from ..geometry.catalogue import (GEOMETRY, RULES, RuleSettings, build_rule, check_pair,
-                                        get_rule)
+from ..geometry.catalogue import GEOMETRY, RULES, RuleSettings, build_rule, get_rule
 from ..geometry.optim import PLACEMENTS
+from ..geometry.outside import recall_from, use_rule
 from ..geometry.storage import STORAGES
 from ..model.gpt import PRESETS, preset
 from ..model.points import parse_rules, read_precision
@@ -56,7 +56,7 @@ class TrainConfig:
     checkpoint_every: int = 100  # updates between checkpoints
     # where the linear weights live, and what moves them
     storage: str = "master"  # how the linear weights are kept; under fp32 nothing is quantized
-    rule: str = "adamw"  # update rule of the linear weights
+    rule: str = "adamw"  # update rule of the linear weights; your own is FILE.py:CLASS
     rule_lr: float | None = None  # peak learning rate of the rule, in the rule's own unit; null takes lr
     power: float = 1.0  # of the stiffness
     placement: str = "update"  # where the stiffness acts
@@ -125,7 +125,8 @@ def describe_settings() -> list[Setting]:
     return found
 
 # %% ../../nbs/training/03_config.ipynb #ede1ceee
-_TOLD = ("beta1", "beta2", "power", "placement", "damping", "floor_octaves", "seed")
+_TOLD = ("beta1", "beta2", "power", "placement", "damping", "floor_octaves", "seed",
+         "storage")
 
 def _settings(c: TrainConfig, lr: float, decay: float) -> RuleSettings:
     """What the config tells an update rule;
@@ -230,8 +231,7 @@ def _check_rule(c: TrainConfig) -> None:
     """InputError for a storage, a rule or a placement that does not exist,
     or that the others exclude."""
     one_of("storage", c.storage, tuple(STORAGES))
-    one_of("rule", c.rule, tuple(RULES))
-    check_pair(c.rule, c.storage)
+    object.__setattr__(c, "rule", use_rule(c.rule))
     one_of("placement", c.placement, PLACEMENTS)
     if c.format is None and (c.rule != "adamw" or c.storage != "master"):
         raise InputError("a rule or a storage needs a format; format is null")
@@ -323,4 +323,5 @@ def load_config(
     values = read_yaml(path)
     if not isinstance(values, (dict, type(None))):
         raise InputError(f"{path} must hold 'key: value' lines, not a {type(values).__name__}")
+    recall_from(path.parent, [str(value) for value in (values or {}).values()])
     return make_config({"name": path.stem, **(values or {})})

@@ -31,6 +31,7 @@ from torch import nn
 from ..basics import InputError, tell
 from ..numbers.formats import get_format
 from ..numbers.kernels import rounding_key
+from ..geometry.outside import keep_in
 from ..geometry.storage import STORAGES, GridTensor, grid_weights, store_on_grid
 from ..model.gpt import GPT, Classifier, label_scores, loss_from, loss_of, preset
 from ..model.parallel import agree, first, join, part, rank, total, world
@@ -757,6 +758,7 @@ class Checkpointer:
         """Make the folder; whether there were checkpoints in it,
         and the newest one that can be used."""
         self.folder.create(self.trainer.config.to_yaml())
+        keep_in(self.folder.path, [self.trainer.config.rule])
         checkpoints, series = self.folder.checkpoints, self.trainer.watch.series
         whole: float = self.folder.whole_steps()
         if series and checkpoints.entries(): whole = min(whole, series.whole_steps())

@@ -1,0 +1,256 @@
+"""Update rules from files and packages: known wherever a rule's name may stand, recorded with
+their text, and refused in one line."""
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from altgrad.basics import InputError
+from altgrad.cli import main
+from altgrad.geometry.catalogue import RULES, RuleSettings, build_rule
+from altgrad.geometry.outside import recall, sources_of, use_rule
+from altgrad.geometry.storage import make_grid_tensor
+from altgrad.evidence.instrument import (
+    Arm, Bench, Task, arm_storages, build_checkpoint, identity, run_arm, run_id,
+)
+from altgrad.evidence.study import arm_of
+from altgrad.evidence.sweep import Ledger, replay
+from tiny import HEAD, TEXT
+
+TASK = Task(steps=12, batch_size=4, warmup=2, chunks=4, windows=2, every=4)
+LION = '''
+import torch
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), format=None, storage=None, seed=0):
+        self.told = format, storage, seed
+        super().__init__(params, dict(lr=lr, betas=betas))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            fast, slow = group["betas"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.mul_(1 - 0.01 * group["lr"])
+                p.sub_(group["lr"] * m.lerp(p.grad, 1 - fast).sign())
+                m.lerp_(p.grad, 1 - slow)
+'''
+MATRIX = HEAD + """\
+  - {format: E4M3, storage: [fp32, grid_stochastic], rule: "lion.py:Lion", lr: 0.01}
+tune: {seeds: [1000], points: 3, most: 3}
+confirm: {seeds: [0]}
+task: {steps: 12, batch_size: 4, warmup: 2, chunks: 4, windows: 2, every: 4}
+"""
+SHORT = [
+    "--set", "max_steps=2", "--set", "batch_size=2", "--set", "eval_windows=2", "--wandb", "off"
+]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    "A text, a cache and a checkpoint."
+    folder = tmp_path_factory.mktemp("outside")
+    (folder / "text.txt").write_text(TEXT)
+    build_checkpoint(bench(folder), "tiny-0")
+    return folder
+
+
+@pytest.fixture
+def here(texts, tmp_path, monkeypatch):
+    "A folder with a rule in it, and a catalogue that forgets afterwards."
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ALTGRAD_CACHE", str(texts / "cache"))
+    (tmp_path / "lion.py").write_text(LION)
+    (tmp_path / "matrix.yaml").write_text(MATRIX)
+    known = dict(RULES)
+    yield tmp_path
+    RULES.clear()
+    RULES.update(known)
+
+
+def bench(folder: Path) -> Bench:
+    data = {"tiny": f"path:{folder / 'text.txt'}"}
+    return Bench(folder / "checkpoints", data, TASK, folder / "cache")
+
+
+def sweep(texts: Path, out: str, *more: str) -> int:
+    place = ["--corpus", f"tiny=path:{texts / 'text.txt'}", "--checkpoints", f"{texts}/checkpoints"]
+    return main(["sweep", "matrix.yaml", "--out", out, *place, *more])
+
+
+def lion_by_hand(w: torch.Tensor, m: torch.Tensor, g: torch.Tensor, lr: float) -> torch.Tensor:
+    "Lion's formula in float64."
+    return w * (1 - 0.01 * lr) - lr * torch.sign(0.9 * m + 0.1 * g)
+
+
+@pytest.mark.parametrize("storage", arm_storages())
+def test_torch_adamw_by_its_place_is_the_adamw_of_the_catalogue_bit_for_bit(texts, here, storage):
+    arm = Arm(checkpoint="tiny-0", corpus="tiny", storage=storage, lr=0.01, rule="adamw")
+    theirs = run_arm(Arm(**{**vars(arm), "rule": "torch.optim:AdamW"}), bench(texts))
+    ours = run_arm(arm, bench(texts))
+    for key in ("val_loss", "weights_sha", "curve", "course"): assert theirs[key] == ours[key], key
+    assert theirs["run"] != ours["run"]
+
+
+def test_a_weight_on_a_grid_is_rounded_once_however_often_the_rule_writes(here):
+    start = torch.linspace(-1, 1, 32)
+    w = torch.nn.Parameter(make_grid_tensor(start, "E4M3", "grid_nearest"))
+    name = use_rule("lion.py:Lion")
+    optimizer = build_rule(
+        name, [w], RuleSettings(fmt="E4M3", lr=0.03, storage="grid_nearest", seed=7)
+    )
+    assert optimizer.told == (w.fmt, "grid_nearest", 7)
+    g, before = torch.linspace(1, -2, 32), w.dequantize()
+    w.grad = g
+    optimizer.step()
+    exact = lion_by_hand(before.double(), torch.zeros(32).double(), g.double(), 0.03)
+    # float32's own rounding of the two operations can only matter at a tie: there is none here
+    assert torch.equal(
+        w.dequantize(), make_grid_tensor(exact.float(), "E4M3", "grid_nearest").dequantize()
+    )
+    assert int(w.writes) == 1 and list(optimizer.state) == [w]
+    assert optimizer.param_groups[0]["params"][0] is w
+
+
+def trained(name: str, stop: bool) -> torch.Tensor:
+    "A weight after four steps, with the state through a file after the second if asked for."
+    start = torch.linspace(-1, 1, 32)
+    w = torch.nn.Parameter(make_grid_tensor(start, "E5M2", "grid_stochastic"))
+    settings = RuleSettings(fmt="E5M2", lr=0.03)
+    optimizer = build_rule(name, [w], settings)
+    for step in range(4):
+        if stop and step == 2:
+            state = optimizer.state_dict()
+            optimizer = build_rule(name, [w], settings)
+            optimizer.load_state_dict(state)
+        w.grad = torch.linspace(1, -2, 32) * (step + 1)
+        optimizer.step()
+    return w.dequantize()
+
+
+def test_a_state_goes_through_a_file_and_goes_on(here):
+    name = use_rule("lion.py:Lion")
+    assert torch.equal(trained(name, stop=False), trained(name, stop=True))
+
+
+def test_a_run_keeps_the_file_and_goes_on_without_it(texts, here, capsys):
+    data = ["--set", f"data=path:{texts / 'text.txt'}", "--out", "runs", *SHORT]
+    assert main(["train", "e4m3_fp8:rule=lion.py:Lion,name=mine", *data]) == 0
+    assert "lion.py:Lion@" in capsys.readouterr().err
+    run = here / "runs/mine"
+    assert (run / "lion.py").read_text() == LION
+    (here / "lion.py").unlink()
+    for name in [name for name in RULES if name.startswith("lion")]: del RULES[name]
+    assert main(["train", str(run / "config.yaml"), "--out", "runs", "--set", "name=mine",
+                 "--set", "max_steps=2", "--wandb", "off"]) == 0
+
+
+def test_an_edited_rule_is_another_run(texts, here, capsys):
+    assert sweep(texts, "ledger") == 0
+    rows = Ledger("ledger").rows()
+    (here / "lion.py").write_text(LION.replace("0.01", "0.02"))
+    assert sweep(texts, "ledger", "--dry-run") == 0
+    assert "stage tune: 6 runs" in capsys.readouterr().out
+    assert all(row["error"] is None for row in rows)
+    (name,) = {row["rule"] for row in rows}
+    assert all(row["sources"] == {name: LION} for row in rows)
+
+
+def test_a_row_is_read_without_its_code_and_replayed_with_it(texts, here, capsys):
+    assert sweep(texts, "ledger", "--workers", "2") == 0
+    (here / "lion.py").unlink()
+    for name in [name for name in RULES if name.startswith("lion")]: del RULES[name]
+    row = Ledger("ledger").rows()[-1]
+    arm = arm_of(row)
+    assert arm.rule == row["rule"] and arm.rule not in RULES
+    with pytest.raises(InputError, match="lion"): run_arm(arm, bench(texts))
+    agrees, said = replay(row, bench(texts))
+    assert agrees and "bit for bit" in said
+    assert f"{row['rule']} is imported from the row" in capsys.readouterr().err
+
+
+def test_a_damaged_text_of_a_row_is_refused(texts, here):
+    sources = sources_of([use_rule("lion.py:Lion")])
+    RULES.popitem()
+    with pytest.raises(InputError, match="has another text"):
+        recall({name: text + "\n" for name, text in sources.items()})
+
+
+def test_a_node_of_a_cluster_needs_no_file(texts, here):
+    arm = Arm(checkpoint="tiny-0", corpus="tiny", rule="lion.py:Lion", lr=0.01)
+    b = bench(texts)
+    setup = b.folder, b.data, b.task, b.cache
+    job = [setup, run_id(identity(arm, b)), arm, None, sources_of([arm.rule])]
+    (here / "lion.py").unlink()
+    (here / "job").write_bytes(pickle.dumps(job))
+    code = (
+        "import pickle\nfrom altgrad.evidence import cluster\n"
+        "row = cluster._work_on_node(*pickle.load(open('job', 'rb')))\n"
+        "print(row['error'], row['val_loss'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["None", str(run_arm(arm, b)["val_loss"])]
+
+
+def test_an_installed_package_names_its_rules(here, monkeypatch):
+    (here / "site/lions").mkdir(parents=True)
+    (here / "site/lions/__init__.py").write_text("")
+    (here / "site/lions/code.py").write_text(LION)
+    facts = here / "site/lions-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: lions\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[altgrad.rules]\nking = lions.code:Lion\n")
+    monkeypatch.syspath_prepend(str(here / "site"))
+    name = use_rule("king")
+    assert name == use_rule("lions.code:Lion") and name.startswith("lions.code:Lion@")
+    assert sources_of([name]) == {name: LION}
+
+
+COMMANDS = {
+    "train": ["train", "e4m3_fp8:rule=lion.py:Lion", *SHORT],
+    "compare": ["compare", "e4m3_fp8", "e4m3_fp8:rule=lion.py:Lion", *SHORT],
+    "sweep": ["sweep", "matrix.yaml", "--out", "ledger"],
+    "max-lr": ["max-lr", "E4M3", "--rule", "lion.py:Lion", "--out", "ledger"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_foreign_code_is_refused_where_asked(here, command, capsys):
+    before = sorted(path.name for path in here.iterdir())
+    assert main([*COMMANDS[command], "--no-foreign-code"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "--no-foreign-code refuses" in said[0]
+    assert sorted(path.name for path in here.iterdir()) == before
+
+
+FAULTS = {
+    "absent.py:Lion": "cannot read absent.py",
+    "lion.py:Tiger": "unknown class of lion.py 'Tiger'; allowed: Lion",
+    "lion.py": "unknown rule",
+    "math:sqrt": "has no Python text",
+    "json:JSONDecoder": "is no torch.optim.Optimizer",
+    "lion.py:Lion@000000000000": "has another text",
+    "torch.optim:LBFGS": "needs a closure",
+    "torch.optim:SparseAdam": "a step of torch.optim:SparseAdam",
+}
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_a_rule_that_cannot_be_used_is_named_before_anything_is_written(here, rule, capsys):
+    before = sorted(path.name for path in here.iterdir())
+    assert main(["train", f"e4m3_fp8:rule={rule}", *SHORT]) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "imported from" not in line]
+    assert FAULTS[rule] in said
+    assert sorted(path.name for path in here.iterdir()) == before
+
+
+def test_what_is_recorded_is_plain(texts, here):
+    row = run_arm(
+        Arm(checkpoint="tiny-0", corpus="tiny", rule="lion.py:Lion", lr=0.01), bench(texts)
+    )
+    assert json.loads(json.dumps(row["sources"])) == {row["rule"]: LION}
