@@ -13,7 +13,7 @@ from altgrad.basics import InputError
 from altgrad.cli import main
 from altgrad.geometry.catalogue import RULES, RuleSettings, build_rule
 from altgrad.geometry.outside import recall, sources_of, use_rule
-from altgrad.geometry.storage import make_grid_tensor
+from altgrad.geometry.storage import STORAGES, make_grid_tensor
 from altgrad.evidence.instrument import (
     Arm, Bench, Task, arm_storages, build_checkpoint, identity, run_arm, run_id,
 )
@@ -67,10 +67,11 @@ def here(texts, tmp_path, monkeypatch):
     monkeypatch.setenv("ALTGRAD_CACHE", str(texts / "cache"))
     (tmp_path / "lion.py").write_text(LION)
     (tmp_path / "matrix.yaml").write_text(MATRIX)
-    known = dict(RULES)
+    known = dict(RULES), dict(STORAGES)
     yield tmp_path
-    RULES.clear()
-    RULES.update(known)
+    for table, before in zip((RULES, STORAGES), known):
+        table.clear()
+        table.update(before)
 
 
 def bench(folder: Path) -> Bench:
@@ -230,7 +231,7 @@ def test_foreign_code_is_refused_where_asked(here, command, capsys):
 
 FAULTS = {
     "absent.py:Lion": "cannot read absent.py",
-    "lion.py:Tiger": "unknown class of lion.py 'Tiger'; allowed: Lion",
+    "lion.py:Tiger": "unknown name of lion.py 'Tiger'; allowed: Lion",
     "lion.py": "unknown rule",
     "math:sqrt": "has no Python text",
     "json:JSONDecoder": "is no torch.optim.Optimizer",
@@ -247,6 +248,58 @@ def test_a_rule_that_cannot_be_used_is_named_before_anything_is_written(here, ru
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "imported from" not in line]
     assert FAULTS[rule] in said
     assert sorted(path.name for path in here.iterdir()) == before
+
+
+STORAGE = """
+from altgrad.geometry.storage import Storage
+
+class Mine(Storage):
+    bits = 12
+    def remember(self, w, q, fmt, key): return super().remember(w, q, fmt, key)
+
+near, mine, wrong = Storage("nearest"), Mine("nearest", residual_bits=4), Mine("nearest")
+own = Storage("stochastic", fmt="bfloat16")
+"""
+
+
+@pytest.mark.parametrize("mine, ours", [("near", "grid_nearest"), ("mine", "grid_residual4")])
+def test_a_storage_by_its_place_is_the_one_of_the_catalogue_bit_for_bit(texts, here, mine, ours):
+    (here / "own.py").write_text(STORAGE)
+    base = Arm(checkpoint="tiny-0", corpus="tiny", rule="adamw", lr=0.01, storage=ours)
+    theirs = run_arm(Arm(**{**vars(base), "storage": f"own.py:{mine}"}), bench(texts))
+    known = run_arm(base, bench(texts))
+    for key in ("val_loss", "weights_sha", "curve", "course"): assert theirs[key] == known[key], key
+    assert theirs["sources"] == {theirs["storage"]: STORAGE}
+
+
+def test_a_run_with_a_storage_of_ones_own_goes_on_after_a_kill(texts, here):
+    (here / "own.py").write_text(STORAGE)
+    data = ["--set", f"data=path:{texts / 'text.txt'}", "--set", "checkpoint_every=1", *SHORT]
+    told = "e4m3_fp8:storage=own.py:mine,name="
+    assert main(["train", f"{told}whole", *data]) == 0
+    killed = (
+        "import os\nfrom altgrad.training import trainer\nfrom altgrad.cli import main\n"
+        "check = trainer.NonfiniteGuard.check\n"
+        "def die(self, row):\n    check(self, row)\n    if row['step'] == 2: os._exit(9)\n"
+        f"trainer.NonfiniteGuard.check = die\nmain({['train', f'{told}torn', *data]!r})"
+    )
+    assert subprocess.run([sys.executable, "-c", killed], capture_output=True).returncode == 9
+    assert main(["train", f"{told}torn", *data]) == 0
+    ends = [json.loads((here / f"runs/{name}/run.json").read_text()) for name in ("whole", "torn")]
+    assert ends[0]["results"]["val_loss"] == ends[1]["results"]["val_loss"]
+    assert (here / "runs/torn/own.py").read_text() == STORAGE
+
+
+@pytest.mark.parametrize("storage, said", {
+    "own.py:wrong": "says 12 bits and keeps 8",
+    "own.py:Mine": "is no instance of",
+    "own.py:own": "has a format of its own",
+    "own.py:absent": "unknown name of own.py",
+}.items())
+def test_a_storage_that_cannot_be_used_is_named(here, storage, said):
+    (here / "own.py").write_text(STORAGE)
+    with pytest.raises(InputError, match=said):
+        Arm(checkpoint="tiny-0", corpus="tiny", storage=storage, lr=0.01)
 
 
 def test_what_is_recorded_is_plain(texts, here):

@@ -122,7 +122,7 @@ class RayWorkers:
         gpus, device = self.gpus, self.device
         if kind_if_stacked(arm) is None: gpus, device = 0.0, None
         task = self.task.options(num_gpus=gpus)
-        run, sources = self.sweep.run_id(arm), sources_of([arm.rule])
+        run, sources = self.sweep.run_id(arm), sources_of([arm.rule, arm.storage])
         return task.remote(self.setup, run, arm, device, sources).future()
 
     def restart(self) -> None: pass  # Ray replaces its workers itself

@@ -37,7 +37,7 @@ from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import compute_scale
 from ..geometry.catalogue import RULES, RuleSettings, build_rule
 from ..geometry.optim import PLACEMENTS
-from ..geometry.outside import is_full, sources_of, use_rule
+from ..geometry.outside import is_full, sources_of, use_rule, use_storage
 from ..geometry.storage import STORAGES, get_storage, make_grid_tensor, pack
 from ..model.gpt import GPT, GPTConfig, loss_of
 from ..model.surgery import quantize_model
@@ -236,12 +236,15 @@ def _check_arm(a: Arm) -> None:
     if get_format(a.format).bits != 8:
         raise InputError(f"an arm's format has 8 bits, not {a.format}")
     if not is_full(a.rule): object.__setattr__(a, "rule", use_rule(a.rule))
+    if not is_full(a.storage): object.__setattr__(a, "storage", use_storage(a.storage))
     for key, allowed in (
-        ("storage", arm_storages()),
+        ("storage", [a.storage] if is_full(a.storage) else arm_storages()),
         ("placement", PLACEMENTS),
         ("split", SPLITS),
     ):
         if getattr(a, key) not in allowed: raise unknown(key, getattr(a, key), allowed)
+    if a.storage in STORAGES and STORAGES[a.storage].fmt:
+        raise InputError(f"{a.storage} has a format of its own, and an arm says which")
     if type(a.seed) is not int or not 0 <= a.seed < 2**31:
         raise InputError(f"seed must be a whole number from 0 to 2^31 - 1, not {a.seed!r}")
     if a.lr < 0 or a.floor_octaves < 0: raise InputError("lr and floor_octaves must be at least 0")
@@ -616,7 +619,7 @@ def make_row(
             "course": _columns(run.course),
             "weights_sha": state_hash({str(i): p for i, p in enumerate(run.weights)})[:16],
             "seconds": round(run.seconds, 3),
-            **({"sources": sources} if (sources := sources_of([arm.rule])) else {})}
+            **({"sources": sources} if (sources := sources_of([arm.rule, arm.storage])) else {})}
 
 # %% ../../nbs/evidence/00_instrument.ipynb #dee3d7a7
 def _train(

@@ -106,7 +106,8 @@ def stacks(storage: Storage) -> bool:
     """Whether replicas can keep weights there: in float32,
     or on a grid of the arm's format without a residual."""
     return (
-        storage.rounding in (None, "nearest", "stochastic")
+        type(storage) is Storage  # one from outside may round otherwise
+        and storage.rounding in (None, "nearest", "stochastic")
         and not storage.residual_bits
         and storage.fmt is None
     )

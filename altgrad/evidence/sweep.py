@@ -39,7 +39,8 @@ from rich.progress import (
 from ..basics import (InputError, html_card, is_number, one_line, parse_json, parse_yaml,
                             read_parquet, svg_bars, tell, unknown, write_atomic)
 from ..geometry.catalogue import RULES
-from ..geometry.outside import recall, sources_of, use_rule
+from ..geometry.outside import recall, sources_of, use_rule, use_storage
+from ..geometry.storage import STORAGES
 from ..training.data import ARCHIVE
 from ..training.tracking import check_place, git_commit, machine, read_line, versions
 from .instrument import (MOST_POWER, SPLITS, VERSION, Arm, Bench, Task,
@@ -385,7 +386,7 @@ COLUMNS = {  # the one table of what is read from a row: in this order a missing
     "raw_loss": Column("number"),
     "seconds": Column("number"),
     "stall": Column("number"),
-    "sources": Column("mapping"),  # texts of rules from outside, by name
+    "sources": Column("mapping"),  # texts of rules and storages from outside, by name
     "curve": Column("list"),
 }
 
@@ -611,7 +612,7 @@ class Workers:
 
     def _start(self) -> None:
         self.pool = ProcessPoolExecutor(self.count, get_context("spawn"), _start_worker,
-                                        (self.setup, sources_of(RULES)))
+                                        (self.setup, sources_of([*RULES, *STORAGES])))
 
     def stop(self) -> None:
         "Ends the workers now: what they were at is made again next time."
@@ -771,7 +772,9 @@ def _check_sweep(sweep: Sweep) -> None:
     a folder that cannot be written, a text that is missing or too short."""
     check_place(sweep.out)
     check_place(sweep.bench.folder, "choose another --checkpoints")
-    for arm, _ in sweep.matrix.cells: use_rule(arm.rule)
+    for arm, _ in sweep.matrix.cells:
+        use_rule(arm.rule)
+        use_storage(arm.storage)
     for name in sweep.matrix.checkpoints:
         if os.path.lexists(sweep.bench.file(name)): sweep.bench.state(name)
         else: sweep.bench.corpus(recipe_of(name)[0].corpus)

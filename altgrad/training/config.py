@@ -22,7 +22,7 @@ from ..basics import InputError, read_yaml, unknown
 from ..numbers.formats import get_format
 from ..geometry.catalogue import GEOMETRY, RULES, RuleSettings, build_rule, get_rule
 from ..geometry.optim import PLACEMENTS
-from ..geometry.outside import recall_from, use_rule
+from ..geometry.outside import recall_from, use_rule, use_storage
 from ..geometry.storage import STORAGES
 from ..model.gpt import PRESETS, preset
 from ..model.points import parse_rules, read_precision
@@ -55,7 +55,7 @@ class TrainConfig:
     eval_windows: int = 256  # validation sequences of block_size tokens, fixed
     checkpoint_every: int = 100  # updates between checkpoints
     # where the linear weights live, and what moves them
-    storage: str = "master"  # how the linear weights are kept; under fp32 nothing is quantized
+    storage: str = "master"  # how the linear weights are kept (fp32 quantizes nothing); your own is FILE.py:NAME
     rule: str = "adamw"  # update rule of the linear weights; your own is FILE.py:CLASS
     rule_lr: float | None = None  # peak learning rate of the rule, in the rule's own unit; null takes lr
     power: float = 1.0  # of the stiffness
@@ -230,7 +230,7 @@ def _check_config(c: TrainConfig) -> None:
 def _check_rule(c: TrainConfig) -> None:
     """InputError for a storage, a rule or a placement that does not exist,
     or that the others exclude."""
-    one_of("storage", c.storage, tuple(STORAGES))
+    object.__setattr__(c, "storage", use_storage(c.storage))
     object.__setattr__(c, "rule", use_rule(c.rule))
     one_of("placement", c.placement, PLACEMENTS)
     if c.format is None and (c.rule != "adamw" or c.storage != "master"):

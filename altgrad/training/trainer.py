@@ -758,7 +758,7 @@ class Checkpointer:
         """Make the folder; whether there were checkpoints in it,
         and the newest one that can be used."""
         self.folder.create(self.trainer.config.to_yaml())
-        keep_in(self.folder.path, [self.trainer.config.rule])
+        keep_in(self.folder.path, [self.trainer.config.rule, self.trainer.config.storage])
         checkpoints, series = self.folder.checkpoints, self.trainer.watch.series
         whole: float = self.folder.whole_steps()
         if series and checkpoints.entries(): whole = min(whole, series.whole_steps())
