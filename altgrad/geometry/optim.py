@@ -201,8 +201,8 @@ def on_grids(
         def step(self, closure: Callable | None = None) -> Any:
             every = chain.from_iterable(group["params"] for group in self.param_groups)
             grids = [p for p in every if isinstance(p, GridTensor) and p.grad is not None]
-            floats = [torch.nn.Parameter(p.latent()) for p in grids]
-            for p, w in zip(grids, floats): w.grad = p.grad
+            floats: list[Any] = [torch.nn.Parameter(p.latent()) for p in grids]
+            for p, w in zip(grids, floats): w.grad, w.scale = p.grad, p.scale
             _exchange(self, dict(zip(grids, floats)))
             try: loss = super().step() if closure is None else super().step(closure)
             finally: _exchange(self, dict(zip(floats, grids)))

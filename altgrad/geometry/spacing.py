@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FORMULAS', 'STEPPED', 'floor_at', 'stiffness_floor', 'check_sign_magnitude', 'formula_numbers', 'raw_stiffness',
            'stiffness', 'plot_stiffness', 'LineNumbers', 'line_numbers', 'to_line', 'from_line', 'code_coordinate',
-           'from_code_coordinate', 'sign_barrier']
+           'from_code_coordinate', 'sign_barrier', 'CodeSpace']
 
 # %% ../../nbs/geometry/00_spacing.ipynb #ae013aa1
 import math
@@ -17,6 +17,7 @@ from torch import Tensor
 from ..basics import COLORS, INK, InputError, unknown
 from ..numbers.formats import (EIGHT_BIT, FORMATS, FP8Format, get_format, ulp,
                                      unit_in_first_place)
+from ..numbers.scaling import compute_scale
 
 # %% ../../nbs/geometry/00_spacing.ipynb #c89ff583
 def floor_at(
@@ -247,3 +248,38 @@ def sign_barrier(
 ) -> float:  # steps of one unit of the coordinate
     "How many unit steps lead from +w to -w."
     return 2 * code_coordinate(torch.tensor(w, dtype=torch.float64), fmt, floor=floor).item()
+
+# %% ../../nbs/geometry/00_spacing.ipynb #a73f140d
+class CodeSpace:
+    "A tensor in code coordinates: one unit is one code of a format, wherever the weight lies."
+    def __init__(
+        self,
+        w: Tensor,  # float tensor of any shape
+        fmt: FP8Format | str,
+        *,
+        scale: Tensor | None = None,  # scalar, of the grid; None: that of the weight's own grid, else from its amax
+        damping: float = 0.0,  # absolute floor of the stiffness, see `stiffness_floor`
+        floor_octaves: float | None = None,  # relative floor, see `stiffness_floor`
+    ):
+        if scale is None: scale = getattr(w, "scale", None)
+        self.fmt, w = get_format(fmt), w.detach()
+        if scale is None: scale = compute_scale(w.abs().amax(), self.fmt)
+        self.scale = scale.to(w.dtype)
+        inner = w / self.scale
+        self.floor = stiffness_floor(inner, self.fmt, damping, floor_octaves)
+        self.coordinate = code_coordinate(inner, self.fmt, floor=self.floor)
+        self.step = stiffness(inner, self.fmt, damping=float(self.floor)) * self.scale
+
+    def gradient(
+        self,
+        g: Tensor,  # of the loss by the weight, of its shape
+    ) -> Tensor:  # of the same shape
+        "Return the gradient by the code: how the loss changes where the weight moves by one."
+        return g * self.step
+
+    def weight(
+        self,
+        coordinate: Tensor,  # of any shape
+    ) -> Tensor:  # of the same shape
+        "Return the weights at these coordinates; not rounded, and not limited to the range."
+        return from_code_coordinate(coordinate, self.fmt, floor=self.floor) * self.scale
