@@ -380,11 +380,12 @@ class Picture:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        self.figure = Figure(figsize=size, dpi=80, layout="constrained")
-        self.canvas = FigureCanvasAgg(self.figure)
-        axes = self.figure.subplot_mosaic([["grid", "codes", "error"],
-                                           ["stiffness", "path", "path"]])
-        self.views = [_prepare(axes[name], name) for name in VIEWS]
+        with in_figure_style():
+            self.figure = Figure(figsize=size, dpi=80, layout="constrained")
+            self.canvas = FigureCanvasAgg(self.figure)
+            axes = self.figure.subplot_mosaic([["grid", "codes", "error"],
+                                               ["stiffness", "path", "path"]])
+            self.views = [_prepare(axes[name], name) for name in VIEWS]
         self.canvas.draw()  # lays the axes out, with room for the titles that an update writes
         self.figure.set_layout_engine("none")
         self.artists = [artist for _, artists in self.views for artist in artists]
