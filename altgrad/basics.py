@@ -278,11 +278,12 @@ def figure_style() -> dict[str, Any]:  # for `plt.rcParams.update`
 @contextmanager
 def in_figure_style() -> Iterator[None]:
     "Draw in `figure_style` what is drawn within, and restore the settings afterwards."
-    from matplotlib import rcParams
+    import matplotlib
 
+    settings: Any = matplotlib.rcParams
     style = figure_style()
-    before = {key: rcParams[key] for key in style}
-    rcParams.update(style)
+    before = {key: settings[key] for key in style}
+    settings.update(style)
     try: yield
     # not `rc_context`: it would undo what a notebook's backend sets at its first figure
-    finally: rcParams.update(before)
+    finally: settings.update(before)
