@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 # %% ../../nbs/views/01_watch.ipynb #a2be1d4b
-from ..basics import COLORS, INK, InputError
+from ..basics import COLORS, INK, InputError, in_figure_style
 from ..watching.series import read_histograms, read_series
 from ..watching.thresholds import Thresholds
 from ..training.tracking import StoredRun, check_log, heights, read_line, state_of
@@ -296,16 +296,17 @@ def watch(
 def _curve(
     fig: Any, ax: Any, rows: list[dict[str, Any]], keys: list[str], title: str, **style: Any
 ) -> None:
-    "One or more series over the steps."
-    for key in keys:
+    "One or more series over the steps, told apart by their lines."
+    for key, dashes in zip(keys, ("-", "--", ":")):
         points = [(r["step"], v) for r in rows if (v := r.get(key)) is not None]
         if not points: continue
         marker = "" if len(points) > 1 else "o"
-        ax.plot(*zip(*points), label=key.replace("_", " "), lw=1, marker=marker, **style)
-    ax.set_title(title, fontsize=9)
-    ax.set_xlabel("step", fontsize=8)
-    ax.tick_params(labelsize=7)
-    if len(keys) > 1: ax.legend(frameon=False, fontsize=7)
+        look = {"color": INK, "ls": dashes, "lw": 1.2, "marker": marker, **style}
+        ax.plot(*zip(*points), label=key.replace("_", " "), **look)
+    ax.set_title(title)
+    ax.set_xlabel("step", fontsize=10)
+    ax.tick_params(labelsize=9)
+    if len(keys) > 1: ax.legend(fontsize=9)
 
 # %% ../../nbs/views/01_watch.ipynb #cd81680b
 def _loss_panel(fig: Any, ax: Any, rows: list[dict[str, Any]], color: str) -> None:
@@ -313,7 +314,7 @@ def _loss_panel(fig: Any, ax: Any, rows: list[dict[str, Any]], color: str) -> No
     val = [(r["step"], v) for r in rows if (v := r.get("val_loss")) is not None]
     if val:
         ax.plot(*zip(*val), "o", ms=4, color=INK, label="validation")
-        ax.legend(frameon=False, fontsize=7)
+        ax.legend(fontsize=9)
     acts = [r["step"] for r in rows if _acted(r)]
     for step in acts[:20]: ax.axvline(step, color="C3", lw=0.5)
 
@@ -332,11 +333,12 @@ def _heat_panel(fig, ax, rows: list[dict[str, Any]], names: list[str], title: st
     image = ax.imshow(data, aspect="auto", interpolation="nearest",
                       extent=(rows[0]["step"], rows[-1]["step"], len(names) - 0.5, -0.5),
                       cmap="viridis")
-    ax.set_yticks(range(len(names)), [parse_metric(n).layer for n in names], fontsize=5)
-    ax.set_title(title, fontsize=9)
-    ax.tick_params(axis="x", labelsize=7)
-    ax.set_xlabel("step", fontsize=8)
-    fig.colorbar(image, ax=ax).ax.tick_params(labelsize=6)
+    told = range(0, len(names), -(-len(names) // 10))  # as many as can be read
+    ax.set_yticks(told, [parse_metric(names[i]).layer.removeprefix("blocks.") for i in told])
+    ax.set_title(title)
+    ax.tick_params(labelsize=9)
+    ax.set_xlabel("step", fontsize=10)
+    fig.colorbar(image, ax=ax).ax.tick_params(labelsize=9)
 
 # %% ../../nbs/views/01_watch.ipynb #fce1e4b2
 def _code_panel(fig, ax, run: StoredRun, color: str) -> None:
@@ -348,16 +350,15 @@ def _code_panel(fig, ax, run: StoredRun, color: str) -> None:
     if len(steps) > 1:
         ax.imshow(np.log1p(counts).T, aspect="auto", origin="lower",
                   extent=(steps[0], steps[-1], 0, len(counts[0])), cmap="magma")
-        ax.set_title("codes in use (log of the count)", fontsize=9)
-        ax.set_xlabel("step", fontsize=8)
-        ax.set_ylabel("code", fontsize=8)
+        ax.set_title("codes in use (log of the count)")
+        ax.set_xlabel("step", fontsize=10)
+        ax.set_ylabel("code", fontsize=10)
     else:
         ends = run.record().get("bit_histogram") or []
         ax.bar(range(len(ends)), ends, width=1.0, color=color)
-        ax.set_title(f"codes at the end: {sum(c > 0 for c in ends)} of {len(ends)} used",
-                     fontsize=9)
-        ax.set_xlabel("code", fontsize=8)
-    ax.tick_params(labelsize=7)
+        ax.set_title(f"codes at the end: {sum(c > 0 for c in ends)} of {len(ends)} used")
+        ax.set_xlabel("code", fontsize=10)
+    ax.tick_params(labelsize=9)
 
 # %% ../../nbs/views/01_watch.ipynb #a110886d
 def _layer_quantities(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
@@ -379,16 +380,16 @@ def _panels(run: StoredRun, rows: list[dict[str, Any]], color: str) -> list[Call
     "A function of figure and axes for each panel that has something to show."
     rates = ["overflow_rate", "underflow_rate", "bit_stall_rate"]
     curves = {
-        "gradient norm": (["grad_norm"], {"color": "C0"}),
-        "rates over all weights": (rates, {}),
-        "learning rate": (["lr"], {"color": INK}),
-        "learning rate of the rule": (["rule_lr"], {"color": INK}),
-        "tokens/s": (["tokens_per_s"], {"color": INK}),
+        "gradient norm": ["grad_norm"],
+        "rates over all weights": rates,
+        "learning rate": ["lr"],
+        "learning rate of the rule": ["rule_lr"],
+        "tokens/s": ["tokens_per_s"],
     }
     panels: list[Callable] = [partial(_loss_panel, rows=rows, color=color)]
-    for title, (keys, style) in curves.items():
+    for title, keys in curves.items():
         there = [key for key in keys if any(r.get(key) is not None for r in rows)]
-        if there: panels.append(partial(_curve, rows=rows, keys=there, title=title, **style))
+        if there: panels.append(partial(_curve, rows=rows, keys=there, title=title))
     if run.series_folder.is_dir() or run.record().get("bit_histogram"):
         panels.append(partial(_code_panel, run=run, color=color))
     for quantity, names in list(_layer_quantities(rows).items())[:6]:
@@ -407,12 +408,13 @@ def plot_run(
     run = StoredRun(run_dir)
     config, rows = run.stored_config() or {}, rows_of(run)
     if not rows: raise InputError(f"{run.path} has no step to plot")
-    panels = _panels(run, rows, COLORS.get(config.get("format") or "none", "black"))
+    panels = _panels(run, rows, COLORS.get(config.get("format") or "none", INK))
     lines = math.ceil(len(panels) / 3)
-    fig, axes = plt.subplots(lines, 3, figsize=(11, 2.4 * lines), layout="constrained",
-                             squeeze=False)
-    for draw, ax in zip(panels, axes.flat): draw(fig, ax)
-    for ax in axes.flat[len(panels) :]: ax.axis("off")
     facts = " ".join(str(config[k]) for k in ("format", "storage", "rule") if config.get(k))
-    fig.suptitle(f"{config.get('name', run.path.name)}: {facts}; {state_of(run)}", fontsize=10)
+    with in_figure_style():
+        fig, axes = plt.subplots(lines, 3, figsize=(11, 2.5 * lines), layout="constrained",
+                                 squeeze=False)
+        for draw, ax in zip(panels, axes.flat): draw(fig, ax)
+        for ax in axes.flat[len(panels) :]: ax.axis("off")
+        fig.suptitle(f"{config.get('name', run.path.name)}: {facts}; {state_of(run)}", fontsize=12)
     return fig
