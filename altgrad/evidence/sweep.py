@@ -610,7 +610,7 @@ class Workers:
                                         (self.setup,))
 
     def stop(self) -> None:
-        "Ends the workers now: what they were at is made again next time."
+        "Ends the workers now; the runs they were making are repeated next time."
         processes = list((getattr(self.pool, "_processes", None) or {}).values())
         self.pool.shutdown(wait=False, cancel_futures=True)
         for p in processes: p.terminate()

@@ -219,7 +219,7 @@ def _dispatch(func, args, kwargs):
 # %% ../../nbs/geometry/02_storage.ipynb #bea221d1
 @dataclass(frozen=True)
 class Storage:
-    "Where weights live between two steps, and how a write to it rounds."
+    "Where weights are kept between steps, and how a write rounds."
     rounding: str | None = None  # of a write, a mode of `fake_quantize`; None: weights stay float32
     residual_bits: int = 0  # of what is kept beside a code; 0: nothing
     fmt: str | None = None  # the format, where the storage and not the layer says it
