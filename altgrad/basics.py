@@ -6,7 +6,7 @@
 __all__ = ['MESSAGE', 'LARGEST', 'LARGEST_RECORD', 'MOST_VALUES', 'MOST_LEVELS', 'COLORS', 'MARKERS', 'INK', 'one_line',
            'InputError', 'unknown', 'tell', 'WriteError', 'write_atomic', 'make_folder', 'remove_leftovers',
            'read_small', 'parse_yaml', 'read_yaml', 'parse_json', 'is_number', 'read_parquet', 'svg_bars', 'html_card',
-           'figure_style']
+           'figure_style', 'in_figure_style']
 
 # %% ../nbs/basics.ipynb #085f52e4
 import difflib
@@ -15,9 +15,9 @@ import json
 import os
 import stat
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import yaml
 
@@ -273,3 +273,17 @@ def figure_style() -> dict[str, Any]:  # for `plt.rcParams.update`
         **written, **drawn, **clear, **lines, "font.size": 11, "axes.titlesize": 11,
         "figure.dpi": 160,
     }
+
+# %% ../nbs/basics.ipynb #2f382b90
+@contextmanager
+def in_figure_style() -> Iterator[None]:
+    "Draw in `figure_style` what is drawn within, and restore the settings afterwards."
+    import matplotlib
+
+    settings: Any = matplotlib.rcParams
+    style = figure_style()
+    before = {key: settings[key] for key in style}
+    settings.update(style)
+    try: yield
+    # not `rc_context`: it would undo what a notebook's backend sets at its first figure
+    finally: settings.update(before)

@@ -108,7 +108,7 @@ def _frozen_pieces(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], n
 def is_frozen(
     row: Mapping[str, Any],
 ) -> bool:
-    "Whether a run counts as the frozen model: it diverged, or it failed and was not made again."
+    "Whether a run counts as the frozen model: it diverged, or it failed and was not repeated."
     return bool(row.get("error")) or bool(row["diverged"])
 
 # %% ../../nbs/evidence/02_study.ipynb #e1915355
@@ -417,7 +417,7 @@ def equivalent(
 
 # %% ../../nbs/evidence/02_study.ipynb #20f848b2
 class Answer(StrEnum):
-    "What can become of a hypothesis."
+    "The possible outcomes of a hypothesis."
     HOLDS = "holds"
     IN_PART = "holds in part"
     TOO_SMALL = "too small to matter"
@@ -437,7 +437,7 @@ MEANING = {
 
 # %% ../../nbs/evidence/02_study.ipynb #948969cf
 class Verdict(NamedTuple):
-    "What became of a hypothesis."
+    "The outcome of a hypothesis."
     verdict: Answer
     words: str  # on what it rests
 
@@ -727,7 +727,7 @@ def moved(
 
 # %% ../../nbs/evidence/02_study.ipynb #9ffedd79
 class Prediction(NamedTuple):
-    "What the metrics say of formats that they did not see."
+    "How the metrics predict formats that they did not see."
     predicted: np.ndarray  # [formats]
     chosen: list[tuple[str, ...]]  # for each format left out
     r2: float

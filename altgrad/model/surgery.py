@@ -64,7 +64,7 @@ SKIP = ("lm_head", "label_head")
 
 # %% ../../nbs/model/04_surgery.ipynb #3b683430
 class _Decision(NamedTuple):
-    "What is to become of one layer."
+    "The decision for one layer."
     names: list[str]  # a shared layer has several
     module: Any
     points: dict[str, Precision]
@@ -89,7 +89,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _decide(
     names: list[str], module: nn.Module, config: PrecisionConfig, skip: Iterable[str]
 ) -> _Decision:
-    "What is to become of one layer, by the first rule that matches one of its names."
+    "Decides for one layer, by the first rule that matches one of its names."
     if type(module) not in CLASSES:
         why = f"a {type(module).__name__}, not a plain Linear or Conv2d"
         return _Decision(names, module, {}, why)
@@ -262,7 +262,7 @@ def _refuse_blocks(d: _Decision) -> None:
 
 # %% ../../nbs/model/04_surgery.ipynb #2a16e8fe
 def _refuse_tied_gradient(model: nn.Module, d: _Decision) -> None:
-    "InputError for a weight's gradient that is to be rounded and is not of one layer alone."
+    "InputError for a weight's gradient that should be rounded but belongs to several layers."
     if "weight_gradient" not in d.points: return
     w = d.module.weight
     def holds(m: nn.Module) -> bool: return any(p is w for p in m._parameters.values())
@@ -273,7 +273,7 @@ def _refuse_tied_gradient(model: nn.Module, d: _Decision) -> None:
 
 # %% ../../nbs/model/04_surgery.ipynb #16105554
 def _decisions(model: nn.Module, config: PrecisionConfig, skip: Iterable[str]) -> list[_Decision]:
-    "What is to become of each layer; InputError, if anything in the request is wrong."
+    "Decides for each layer; InputError if anything in the request is wrong."
     layers = _layers(model)
     if any(isinstance(m, Quantized) for m in layers):
         raise InputError("the model is quantized already")

@@ -56,7 +56,7 @@ def _exact_scale(amax: Tensor, fmt: FP8Format) -> Tensor:
 # %% ../../nbs/numbers/04_scaling.ipynb #1a65cf0d
 def compute_scale(
     amax: Tensor,  # largest magnitude of each group that shares a scale; float, any shape, >= 0
-    fmt: FP8Format | str,  # the format that the tensor is to be rounded to
+    fmt: FP8Format | str,  # the format that the tensor will be rounded to
     kind: str = "power_of_two",  # one of `KINDS`
 ) -> Tensor:  # float32, shape of `amax`; 1 where amax is not a positive finite number
     """The smallest power of two, or number, that brings `amax / scale` to at most `fmt.max`;
@@ -111,7 +111,7 @@ def spread(
 # %% ../../nbs/numbers/04_scaling.ipynb #96bf869e
 def scale_of(
     x: Tensor,  # float tensor of any shape, not empty
-    fmt: FP8Format | str,  # the format that `x` is to be rounded to
+    fmt: FP8Format | str,  # the format that `x` will be rounded to
     granularity: str | int = "tensor",  # tensor, channel, or a block's length
     dim: int | tuple[int, ...] = -1,  # along which a channel, or a block (of one dimension), lies
     kind: str = "power_of_two",  # one of `KINDS`

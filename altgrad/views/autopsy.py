@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Mapping, NamedTuple
 
 # %% ../../nbs/views/02_autopsy.ipynb #7972f902
-from ..basics import COLORS, InputError
+from ..basics import COLORS, INK, InputError, in_figure_style
 from ..watching.thresholds import Alarms
 from ..training.tracking import StoredRun, check_log, state_of
 from .watch import LIMITS, Tail, event_text, limits_of, parse_metric, rows_of
@@ -377,6 +377,27 @@ def _report(a: Autopsy) -> list[str]:
     lines.append(f"first: {a.first.what} in {layer}, at step {a.first.step} ({where})")
     return [*lines, f"try: {remedies}"] if diagnose(a) is Diagnosis.ILL else lines
 
+# %% ../../nbs/views/02_autopsy.ipynb #c7e1a589
+def _plot_symptoms(ax: Any, a: Autopsy, color: str) -> None:
+    "The loss over its twin's, and where it shows that something is wrong."
+    if a.twin: ax.plot(*zip(*sorted(a.twin.items())), color=INK, lw=1, label=a.twin_name)
+    ax.plot(*zip(*[(r["step"], v) for r in a.rows if (v := r.get("loss")) is not None]),
+            color=color, lw=1, label=a.run.path.name)
+    for f in a.symptoms: ax.axvline(f.step, color="C3", lw=1, label=f"step {f.step}: {f.what}")
+    ax.set_ylabel("loss")
+    ax.legend(fontsize=10)
+
+def _plot_cause(ax: Any, a: Autopsy, quantity: str, color: str) -> None:
+    "A quantity of every layer, with its limit."
+    for name in dict.fromkeys(chain.from_iterable(a.rows)):
+        if parse_metric(name).quantity == quantity and (points := _series(a.rows, name)):
+            ax.plot(*zip(*points), lw=0.8, color=color, alpha=0.6)
+    begin = min(f.step for f in a.causes if f.what == quantity)
+    ax.axhline(LIMITS[quantity], color=INK, lw=1, ls="--")
+    ax.axvline(begin, color="C3", lw=1)
+    ax.set_ylabel(quantity.replace("_", " "))
+    ax.set_title(f"beyond its limit from step {begin}", loc="left")
+
 # %% ../../nbs/views/02_autopsy.ipynb #c3487707
 def plot_autopsy(
     a: Autopsy,
@@ -386,24 +407,12 @@ def plot_autopsy(
     import matplotlib.pyplot as plt
 
     quantities = list(dict.fromkeys(f.what for f in a.causes if f.what in LIMITS))[:4]
-    fig, axes = plt.subplots(1 + len(quantities), 1, figsize=(8, 2.6 + 1.7 * len(quantities)),
-                             sharex=True, layout="constrained", squeeze=False)
-    top, *others = axes[:, 0]
-    color = COLORS.get((a.run.stored_config() or {}).get("format") or "none", "black")
-    if a.twin: top.plot(*zip(*sorted(a.twin.items())), color="0.6", lw=1, label=a.twin_name)
-    top.plot(*zip(*[(r["step"], v) for r in a.rows if (v := r.get("loss")) is not None]),
-             color=color, lw=1, label=a.run.path.name)
-    for f in a.symptoms: top.axvline(f.step, color="C3", lw=1, label=f"step {f.step}: {f.what}")
-    top.set_ylabel("loss")
-    top.legend(frameon=False, fontsize=7)
-    for ax, quantity in zip(others, quantities):
-        for name in dict.fromkeys(chain.from_iterable(a.rows)):
-            if parse_metric(name).quantity == quantity and (points := _series(a.rows, name)):
-                ax.plot(*zip(*points), lw=0.8, color=color, alpha=0.6)
-        begin = min(f.step for f in a.causes if f.what == quantity)
-        ax.axhline(LIMITS[quantity], color="0.4", lw=1, ls="--")
-        ax.axvline(begin, color="C3", lw=1)
-        ax.set_ylabel(quantity.replace("_", " "), fontsize=8)
-        ax.set_title(f"beyond its limit from step {begin}", fontsize=8, loc="left")
-    axes[-1, 0].set_xlabel("step")
+    color = COLORS.get((a.run.stored_config() or {}).get("format") or "none", INK)
+    with in_figure_style():
+        fig, axes = plt.subplots(1 + len(quantities), 1, figsize=(8, 2.8 + 1.8 * len(quantities)),
+                                 sharex=True, layout="constrained", squeeze=False)
+        top, *others = axes[:, 0]
+        _plot_symptoms(top, a, color)
+        for ax, quantity in zip(others, quantities): _plot_cause(ax, a, quantity, color)
+        axes[-1, 0].set_xlabel("step")
     return fig

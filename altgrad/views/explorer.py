@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 # %% ../../nbs/views/04_explorer.ipynb #bbf94459
-from ..basics import COLORS, InputError, unknown
+from ..basics import COLORS, INK, InputError, in_figure_style, unknown
 from ..numbers.counts import QuantStats, quantize_stats
 from ..numbers.formats import FORMATS, FP8Format, exact_text, get_format
 from ..numbers.kernels import ROUNDING, rounding_key
@@ -172,7 +172,7 @@ LOW, HIGH = -14, 8  # octaves: the magnitudes that the views show
 # matplotlib axes -> an update, and the artists that it moves
 View = Callable[[Any], tuple[Callable[[Seen], None], list]]
 
-def _color(fmt: FP8Format) -> str: return COLORS.get(fmt.name, "0.25")
+def _color(fmt: FP8Format) -> str: return COLORS.get(fmt.name, INK)
 
 # %% ../../nbs/views/04_explorer.ipynb #4d560323
 def _octave_axis(ax, what: str) -> None:
@@ -222,7 +222,7 @@ def view_grid(
     edges = torch.linspace(LOW, HIGH, 4 * (HIGH - LOW) + 1)
     _octave_axis(ax, "magnitude")
     ax.set(ylim=(-0.1, 0.4), yticks=[0, 0.2, 0.4], ylabel="share of elements")
-    body = ax.stairs([0] * (len(edges) - 1), edges.numpy(), fill=True, color="0.85")
+    body = ax.stairs([0] * (len(edges) - 1), edges.numpy(), fill=True, color=INK, alpha=0.35)
     after = ax.stairs([0] * (len(edges) - 1), edges.numpy(), lw=1.2)
     marks, = ax.plot([], [], "|", ms=11, mew=0.7)
 
@@ -274,7 +274,7 @@ def view_error(
         return _log2(seen.x), _log2((seen.q - seen.x) / seen.x), title
 
     _octave_axes(ax, "magnitude before rounding", "error over magnitude", range(-12, 3, 4), top=2)
-    ax.axhline(0, color="0.7", lw=0.8)
+    ax.axhline(0, color=INK, lw=0.8)
     return _one_line(ax, points, ".", ms=1.5)
 
 # %% ../../nbs/views/04_explorer.ipynb #17173d34
@@ -292,7 +292,7 @@ def view_stiffness(
         return octaves, s.log2(), f"scale {exact_text(seen.scale)}, smallest spacing {smallest}"
 
     _octave_axes(ax, "magnitude", "spacing S", range(-16, 9, 8), bottom=LOW - 4, top=HIGH)
-    ax.plot([LOW, HIGH], [LOW, HIGH], ":", color="0.6", lw=1)
+    ax.plot([LOW, HIGH], [LOW, HIGH], ":", color=INK, lw=1)
     return _one_line(ax, points, "-", lw=1.6)
 
 # %% ../../nbs/views/04_explorer.ipynb #0e214c2e
@@ -311,11 +311,11 @@ def view_path(
     the star is the minimum."""
     x, y = torch.meshgrid(torch.linspace(-1.1, 1.9, 120), torch.linspace(-0.1, 1.9, 80),
                           indexing="xy")
-    ax.contour(x, y, valley(torch.stack([x, y])), levels=[0.1, 0.5, 2, 6], colors="0.75",
+    ax.contour(x, y, valley(torch.stack([x, y])), levels=[0.2, 2], colors=INK,
                linewidths=0.8)
-    ax.plot(*BOTTOM, "*", ms=8, color="0.1")
+    ax.plot(*BOTTOM, "*", ms=9, color=INK)
     ax.set(xlim=(-1.1, 1.9), ylim=(-0.1, 1.9), xlabel="first weight", ylabel="second weight")
-    dots, = ax.plot([], [], ",", color="0.45", antialiased=False)
+    dots, = ax.plot([], [], ",", color=INK, antialiased=False)
     way, = ax.plot([], [], ".-", ms=4, lw=1)
 
     def update(seen: Seen) -> None:
@@ -323,7 +323,7 @@ def view_path(
         _move(way, *seen.path)
         way.set_color(_color(seen.fmt))
         loss, steps = valley(seen.path[:, -1]), seen.path.shape[1] - 1
-        ax.title.set_text(f"{seen.setting.rule}: loss {loss:.2g} after {steps} steps")
+        ax.title.set_text(f"loss {loss:.2g} after {steps} steps")
 
     return update, [dots, way, ax.title]
 
@@ -333,19 +333,19 @@ VIEWS: dict[str, View] = {"grid": view_grid, "codes": view_codes, "error": view_
 
 # %% ../../nbs/views/04_explorer.ipynb #79ed86c0
 def _difference(setting: Setting, others: list[Setting]) -> str:
-    "What tells a setting from others, a line each; its format in any case."
+    "What tells a setting from others; its format in any case."
     told = [f.name for f in fields(Setting) if f.name == "format"
             or len({getattr(s, f.name) for s in others}) > 1]
-    return "\n".join(f"shift {setting.shift:+d}" if name == "shift"
+    return ", ".join(f"shift {setting.shift:+d}" if name == "shift"
                      else str(getattr(setting, name)) for name in told)
 
 # %% ../../nbs/views/04_explorer.ipynb #566ef7f9
 def _prepare(ax, name: str) -> tuple[Callable[[Seen], None], list]:
-    "A view on axes, in small type."
-    ax.tick_params(labelsize=7)
-    ax.xaxis.label.set_size(8)
-    ax.yaxis.label.set_size(8)
-    ax.set_title(" ", fontsize=8)
+    "A view on axes that stand beside others."
+    ax.tick_params(labelsize=9)
+    ax.xaxis.label.set_size(9)
+    ax.yaxis.label.set_size(9)
+    ax.set_title(" ", fontsize=9)
     return VIEWS[name](ax)
 
 # %% ../../nbs/views/04_explorer.ipynb #19fd1e29
@@ -360,12 +360,13 @@ def plot_view(
     if name not in VIEWS: raise unknown("view", name, VIEWS)
     settings = list(settings)
     rows, columns = -(-len(settings) // 4), min(len(settings), 4)
-    fig, axes = plt.subplots(rows, columns, figsize=(2.75 * columns, 2.3 * rows), sharex=True,
-                             sharey=True, squeeze=False, layout="constrained", dpi=80)
-    for ax, setting in zip(axes.flat, settings):
-        _prepare(ax, name)[0](see(setting))
-        ax.text(0.03, 0.97, _difference(setting, settings), transform=ax.transAxes, va="top",
-                fontsize=7, color="0.25")
+    with in_figure_style():
+        fig, axes = plt.subplots(rows, columns, figsize=(2.75 * columns, 2.5 * rows), sharex=True,
+                                 sharey=True, squeeze=False, layout="constrained")
+        for ax, setting in zip(axes.flat, settings):
+            _prepare(ax, name)[0](see(setting))
+            facts = ax.get_title().removeprefix(f"{setting.format}: ")
+            ax.title.set_text(f"{_difference(setting, settings)}\n{facts}")
     for ax in axes.flat: ax.label_outer()
     for ax in axes.flat[len(settings) :]: ax.axis("off")
     return fig
@@ -380,11 +381,12 @@ class Picture:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        self.figure = Figure(figsize=size, dpi=80, layout="constrained")
-        self.canvas = FigureCanvasAgg(self.figure)
-        axes = self.figure.subplot_mosaic([["grid", "codes", "error"],
-                                           ["stiffness", "path", "path"]])
-        self.views = [_prepare(axes[name], name) for name in VIEWS]
+        with in_figure_style():
+            self.figure = Figure(figsize=size, dpi=80, layout="constrained")
+            self.canvas = FigureCanvasAgg(self.figure)
+            axes = self.figure.subplot_mosaic([["grid", "codes", "error"],
+                                               ["stiffness", "path", "path"]])
+            self.views = [_prepare(axes[name], name) for name in VIEWS]
         self.canvas.draw()  # lays the axes out, with room for the titles that an update writes
         self.figure.set_layout_engine("none")
         self.artists = list(chain.from_iterable(artists for _, artists in self.views))

@@ -16,7 +16,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..basics import COLORS, write_atomic
+from ..basics import COLORS, INK, in_figure_style, write_atomic
 from ..numbers.formats import get_format
 from ..training.experiment import Comparison, paired_gap
 
@@ -151,7 +151,7 @@ def _looks(result: Comparison) -> list[dict[str, Any]]:
     formats, looks = [arm["config"]["format"] or "none" for arm in result.arms], []
     for i, name in enumerate(formats):
         before = formats[:i].count(name)
-        color = tuple(1 - (1 - part) * 0.65**before for part in to_rgb(COLORS.get(name, "black")))
+        color = tuple(1 - (1 - part) * 0.65**before for part in to_rgb(COLORS.get(name, INK)))
         looks.append({"color": color, "ls": _LINES[before % len(_LINES)],
                       "marker": _MARKERS[before % len(_MARKERS)]})
     return looks
@@ -188,14 +188,13 @@ def _plot_losses(ax: Any, result: Comparison) -> None:
                 markevery=[])
         val = [(step, loss) for step, loss, _ in arm["val"] if loss is not None]
         if val: ax.plot(*zip(*val), look["marker"], ms=4, color=look["color"])
-    ax.axhline(result.bigram_entropy, color="0.6", lw=1, ls="--")
+    ax.axhline(result.bigram_entropy, color=INK, lw=1, ls="--")
     ax.text(len(result.baseline["loss"]) * 0.02, result.bigram_entropy, "bigram entropy",
-            va="bottom", fontsize=8, color="0.4")
-    ax.set_title(f"training loss as logged, markers: validation; seed {result.seeds[0]}",
-                 fontsize=9)
+            va="bottom", fontsize=9)
+    ax.set_title(f"training loss as logged, markers: validation; seed {result.seeds[0]}")
     ax.set_xlabel("step")
     ax.set_ylabel("nats per token")
-    ax.legend(frameon=False, fontsize=8)
+    ax.legend(fontsize=10)
 
 # %% ../../nbs/views/00_report.ipynb #a1c0de25
 def _val_gaps(result: Comparison, arm: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
@@ -213,7 +212,7 @@ def _val_gaps(result: Comparison, arm: dict[str, Any]) -> list[tuple[int, dict[s
 # %% ../../nbs/views/00_report.ipynb #71875fbb
 def _plot_gaps(ax: Any, result: Comparison) -> None:
     "The gap of each arm at each evaluation, with its interval; arms a little beside each other."
-    ax.axhline(0, color="0.6", lw=1)
+    ax.axhline(0, color=INK, lw=1)
     for place, (arm, look) in enumerate(zip(result.arms, _looks(result))):
         gaps = [] if arm is result.baseline else _val_gaps(result, arm)
         if not gaps: continue
@@ -223,9 +222,7 @@ def _plot_gaps(ax: Any, result: Comparison) -> None:
         ax.errorbar([step + gaps[-1][0] * 0.01 * place for step, _ in gaps], means, ends, ms=4,
                     lw=1, capsize=2, **look)
     base, seeds = result.baseline["config"]["name"], len(result.seeds)
-    ax.set_title(
-        f"validation loss minus that of {base}\nwith 95 % intervals, {seeds} seeds", fontsize=9
-    )
+    ax.set_title(f"validation loss minus that of\n{base}, 95 % intervals, {seeds} seeds")
     ax.set_xlabel("step")
 
 # %% ../../nbs/views/00_report.ipynb #b74ebb91
@@ -237,9 +234,9 @@ def _plot_histogram(ax: Any, arm: dict[str, Any], look: dict[str, Any]) -> None:
         ax.bar(range(-128, 128), _by_value(counts, name), width=1.0, color=look["color"])
     wide = name != "none" and get_format(name).bits > 8
     used = f"{sum(c > 0 for c in counts)} of 256 {'top bytes' if wide else 'codes'} used"
-    ax.set_title(f"{textwrap.fill(arm['config']['name'], 26)}\n{used}", fontsize=8)
+    ax.set_title(f"{textwrap.fill(arm['config']['name'], 26)}\n{used}", fontsize=9)
     ax.set_yticks([])
-    ax.set_xlabel("code, ordered by value", fontsize=8)
+    ax.set_xlabel("code, ordered by value", fontsize=10)
 
 # %% ../../nbs/views/00_report.ipynb #a6f707d6
 def plot_comparison(
@@ -251,16 +248,17 @@ def plot_comparison(
 
     columns = min(len(result.arms), 4)
     rows = -(-len(result.arms) // columns)
-    fig = plt.figure(figsize=(9, 3.6 + 1.8 * rows), layout="constrained")
-    fig.suptitle(textwrap.fill(finding(result), 100), fontsize=10)
-    grid = fig.add_gridspec(2, 1, height_ratios=[2.2, rows])
     panels = 1 if len(result.seeds) == 1 else 2
-    top = grid[0].subgridspec(1, panels, width_ratios=[3, 2][:panels])
-    low = grid[1].subgridspec(rows, columns)
-    _plot_losses(fig.add_subplot(top[0]), result)
-    if panels == 2: _plot_gaps(fig.add_subplot(top[1]), result)
-    for i, (arm, look) in enumerate(zip(result.arms, _looks(result))):
-        _plot_histogram(fig.add_subplot(low[i // columns, i % columns]), arm, look)
+    with in_figure_style():
+        fig = plt.figure(figsize=(9, 3.8 + 1.9 * rows), layout="constrained")
+        fig.suptitle(textwrap.fill(finding(result), 90), fontsize=12)
+        grid = fig.add_gridspec(2, 1, height_ratios=[2.2, rows])
+        top = grid[0].subgridspec(1, panels, width_ratios=[3, 2][:panels])
+        low = grid[1].subgridspec(rows, columns)
+        _plot_losses(fig.add_subplot(top[0]), result)
+        if panels == 2: _plot_gaps(fig.add_subplot(top[1]), result)
+        for i, (arm, look) in enumerate(zip(result.arms, _looks(result))):
+            _plot_histogram(fig.add_subplot(low[i // columns, i % columns]), arm, look)
     return fig
 
 # %% ../../nbs/views/00_report.ipynb #e7ca7f90
@@ -272,7 +270,7 @@ def save_figure(
     import matplotlib.pyplot as plt
 
     def write(file: Any) -> None:
-        fig.savefig(file, format="png", dpi=110, metadata={"Software": None})
+        fig.savefig(file, format="png", metadata={"Software": None})
 
     write_atomic(path, write)
     plt.close(fig)
