@@ -374,23 +374,10 @@ def build_checkpoint(
 # %% ../../nbs/evidence/00_instrument.ipynb #595ac38f
 VERSION = 1  # of the instrument: raised where a change alters the results of every run
 MODULES = (  # those that a run's numbers pass through
-    "numbers/formats",
-    "numbers/quantize",
-    "numbers/kernels",
-    "numbers/scaling",
-    "geometry/spacing",
-    "geometry/storage",
-    "geometry/optim",
-    "geometry/catalogue",
-    "geometry/outside",
-    "model/gpt",
-    "model/parallel",
-    "model/points",
-    "model/products",
-    "model/surgery",
-    "training/data",
-    "evidence/instrument",
-    "evidence/replicas",
+    "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/scaling",
+    "geometry/spacing", "geometry/storage", "geometry/optim", "geometry/catalogue",
+    "geometry/outside", "model/gpt", "model/parallel", "model/points", "model/products",
+    "model/surgery", "training/data", "evidence/instrument", "evidence/replicas",
 )
 
 _MUTE = ("annotation", "returns", "type_params", "type_comment", "kind",

@@ -156,7 +156,7 @@ def pack_bits(
     return (low.view(-1, each).int() << shifts).sum(1).to(torch.uint8)
 
 def unpack_bits(
-    packed: Tensor,  # from `pack_bits`
+    packed: Tensor,  # from `pack_bits`: uint8 [bytes], or int8 of any shape for 8 bits
     bits: int,  # of an element: 1, 2, 4 or 8
     shape: torch.Size,  # of the tensor before
 ) -> Tensor:  # int8 of that shape
