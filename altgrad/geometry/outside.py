@@ -147,7 +147,7 @@ def _found(name: str, group: str) -> tuple[str, Any, str] | None:
     parts = _parts(name) or _parts(_entry_point(name, group) or "")
     if parts is None: return None
     text = _file_text(parts.place) if parts.is_file else _module_text(parts.place)
-    where = str(Path(parts.place).absolute()) if parts.is_file else f"the package {parts.place}"
+    where = f"the {'file' if parts.is_file else 'package'} {parts.place}"
     return *_load(parts, text), where
 
 # %% ../../nbs/geometry/06_outside.ipynb #7193d65b
