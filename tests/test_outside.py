@@ -96,6 +96,8 @@ def test_torch_adamw_by_its_place_is_the_adamw_of_the_catalogue_bit_for_bit(text
     ours = run_arm(arm, bench(texts))
     for key in ("val_loss", "weights_sha", "curve", "course"): assert theirs[key] == ours[key], key
     assert theirs["run"] != ours["run"]
+    (text,) = theirs["sources"].values()
+    assert "class AdamW(" in text  # of the module that defines it, not of the one that hands it on
 
 
 def test_a_weight_on_a_grid_is_rounded_once_however_often_the_rule_writes(here):

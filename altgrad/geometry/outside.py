@@ -82,11 +82,14 @@ def _no_import(place: str, e: BaseException) -> InputError:
     "What to say of a file or a module that ends in an error."
     return InputError(f"{place} does not import: {type(e).__name__}: {e}")
 
-def _module_text(place: str) -> str:
-    "The text of an installed module; InputError where it has none."
-    try: return inspect.getsource(_imported(place))
+def _module_text(name: _Name) -> str:
+    "The text of the installed module that defines it; InputError where there is none."
+    module = _imported(name.place)
+    value = getattr(module, name.what, None)
+    if isinstance(value, type): module = sys.modules.get(value.__module__, module)
+    try: return inspect.getsource(module)
     except (OSError, TypeError):
-        raise InputError(f"{place} has no Python text: its code cannot be recorded") from None
+        raise InputError(f"{name.place} has no Python text: its code cannot be recorded") from None
 
 # %% ../../nbs/geometry/06_outside.ipynb #6e98c007
 def _run_text(file: str, sha: str, text: str) -> ModuleType:
@@ -146,7 +149,7 @@ def _found(name: str, group: str) -> tuple[str, Any, str] | None:
     "Full name, value and place of something from outside; None for a name that cannot mean one."
     parts = _parts(name) or _parts(_entry_point(name, group) or "")
     if parts is None: return None
-    text = _file_text(parts.place) if parts.is_file else _module_text(parts.place)
+    text = _file_text(parts.place) if parts.is_file else _module_text(parts)
     where = f"the {'file' if parts.is_file else 'package'} {parts.place}"
     return *_load(parts, text), where
 
@@ -270,7 +273,7 @@ def recall(
         parts = _parts(name)
         if parts is None or not parts.sha: raise InputError(f"{name!r} is no name with a hash")
         if name in RULES or name in STORAGES: continue
-        text = text if parts.is_file else _module_text(parts.place)
+        text = text if parts.is_file else _module_text(parts)
         full, value = _load(parts, text)
         if isinstance(value, Storage): STORAGES[full] = value
         else: RULES[full] = _rule(full, value)
