@@ -1362,7 +1362,8 @@ def test_the_mark_and_the_law_of_error_feedback(feedback):
     name, runs = feedback
     place, formats = ["better_rule", "better_rule_corpus"].index(name), ("E4M3", "E5M2", "E7M0")
     halves = re.findall(
-        r"More than half of what the grid costs is shown to be won back with 4 bits in ([^;]*); with 8 bits in "
+        r"A residual is shown to win back more than half of what the grid costs: "
+        r"with 4 bits in ([^;]*); with 8 bits in "
         r"([^.]*)\.",
         readme(),
     )
