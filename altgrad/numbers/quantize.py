@@ -12,7 +12,7 @@ from typing import Any, Iterable
 import torch
 from torch import Tensor
 
-from ..basics import COLORS
+from ..basics import COLORS, INK
 from .formats import EIGHT_BIT, FORMATS, FP8Format, check_float, get_format
 from .kernels import (CHUNK, GRADIENTS, OVERFLOW, PATHS, ROUNDING, Options, as_scale,
                                      check_call, check_scale, estimate, is_readable, rounding_key,
@@ -77,23 +77,19 @@ def plot_staircase(
     name: str = "E4M3",  # the format
     limit: float = 1.0,  # the axis runs from -limit to limit
 ) -> Any:  # the matplotlib figure
-    """The staircase of `fake_quantize` over the identity,
-    and its straight-through derivative beneath."""
+    "The staircase of `fake_quantize` over the identity, and its distance from it beneath."
     import matplotlib.pyplot as plt
 
-    x = torch.linspace(-limit, limit, 4001, requires_grad=True)
+    x = torch.linspace(-limit, limit, 4001)
     y = fake_quantize(x, name)
-    y.sum().backward()
     fig, (top, low) = plt.subplots(2, 1, figsize=(6, 5), sharex=True, height_ratios=(3, 1))
-    top.plot(x.detach(), x.detach(), color="0.7", label="identity: what the gradient sees")
-    top.plot(
-        x.detach(), y.detach(), color=COLORS.get(name, "0.3"),
-        label=f"{name}: what the forward pass sees",
-    )
+    color = COLORS.get(name, INK)
+    top.plot(x, x, color=INK, lw=1, label="identity: what the gradient sees")
+    top.plot(x, y, color=color, label=f"{name}: what the forward pass sees")
     top.legend(frameon=False)
     top.set_ylabel("value")
-    low.plot(x.detach(), x.grad, color="0.3")
-    low.set(ylim=(-0.1, 1.3), ylabel="dy/dx (STE)", xlabel="x")
+    low.plot(x, y - x, color=color, lw=0.8)
+    low.set(ylabel="error", xlabel="x")
     fig.tight_layout()
     return fig
 
