@@ -114,8 +114,7 @@ class FP8Manifold(geoopt.Manifold):
         x = self._scale_for(psi) * q
         return _with_slope(x, psi, self.stiffness(x, like))
     def _straight(self, x: Tensor, y: Tensor, sx: Tensor, sy: Tensor) -> Tensor:
-        """Return whether x to y is one linear piece: equal stiffness, and no dip of it
-        at zero between."""
+        "Return whether x to y is one linear piece: equal stiffness, no dip of it at zero between."
         lowest = self._scale_for(x) * self._floor(x).clamp(min=self.fmt.min_spacing)
         return (sx == sy) & ((x.signbit() == y.signbit()) | (sx == lowest))
 
@@ -140,8 +139,7 @@ class FP8Manifold(geoopt.Manifold):
 
     # geodesics
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        """Return the end of the geodesic from `x` with velocity `u` after unit time,
-        in the range or not."""
+        "Return where the geodesic from `x` with velocity `u` is after unit time, in range or not."
         S, direct = self.stiffness(x), x + u
         far = self.from_coordinate(self.coordinate(x) + u / S, like=x)
         straight = self._straight(x, direct, S, self.stiffness(direct, like=x))
