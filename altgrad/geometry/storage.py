@@ -71,6 +71,11 @@ class GridTensor(torch.Tensor):
         "The format of the codes."
         return self.how["fmt"]
 
+    @property
+    def kind(self) -> "Storage":
+        "Its row in `STORAGES`."
+        return get_storage(self.how["storage"])
+
     def dequantize(self) -> Tensor:
         "The weight as a plain tensor."
         return unpack(self.codes, self.fmt).to(self.dtype) * self.scale
@@ -78,7 +83,7 @@ class GridTensor(torch.Tensor):
     def latent(self) -> Tensor:
         "Return the weight that an update starts from, with what is stored beside its code."
         q = unpack(self.codes, self.fmt).to(self.dtype)
-        return get_storage(self.how["storage"]).latent(q, self.residual, self.fmt) * self.scale
+        return self.kind.latent(q, self.residual, self.fmt) * self.scale
 
     def parts(self) -> dict[str, Tensor]:
         "The plain tensors that it consists of, by name."
@@ -174,7 +179,7 @@ def write(
 ) -> None:
     """Round `w` into `to`, growing its scale where that is needed;
     what is not finite leaves its code as it was."""
-    how, fmt, kind = to.how, to.fmt, get_storage(to.how["storage"])
+    how, fmt, kind = to.how, to.fmt, to.kind
     before, finite = to.latent(), w.isfinite()
     how["nonfinite"] += w.numel() - finite.sum()
     w = torch.where(finite, w, before)
