@@ -38,7 +38,7 @@ def one_line(
 
 # %% ../nbs/basics.ipynb #495ad765
 class InputError(ValueError):
-    """What the user gave is wrong; the message is one line of at most `MESSAGE`
+    """The error for wrong input from a user; its message is one line of at most `MESSAGE`
     characters that names the fault and what is allowed."""
     def __init__(self, message: object): super().__init__(one_line(message))
 
@@ -200,8 +200,8 @@ def parse_json(
 
 # %% ../nbs/basics.ipynb #d5dbd81b
 def is_number(value: Any) -> bool:
-    """Whether a value is an int or a float that is finite; a bool is none,
-    and neither is an int that no float can hold."""
+    """Return whether a value is a finite int or float; a bool does not count,
+    nor does an int that no float can hold."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 # %% ../nbs/basics.ipynb #5ca7ab1e
@@ -238,7 +238,7 @@ def html_card(
     facts: Mapping[str, object],  # what is told -> its value
     picture: str = "",  # from `svg_bars`
 ) -> str:  # an HTML element; title and facts are escaped
-    "What an object shows of itself in a notebook."
+    "Return the card that an object shows of itself in a notebook."
     cell = lambda tag, value: f'<{tag} style="text-align:left">{html.escape(str(value))}</{tag}>'
     rows = "".join(f"<tr>{cell('th', key)}{cell('td', value)}</tr>" for key, value in facts.items())
     return f"<div><div><b>{html.escape(str(title))}</b></div>{picture}<table><tbody>{rows}</tbody></table></div>"

@@ -786,14 +786,14 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
             if hasattr(signal, name)]
 
 def _interrupt(_: int, frame: FrameType | None) -> None:
-    "The first signal interrupts; what is then written down is not disturbed by a second one."
+    "Interrupt at the first signal; what is then written down is not disturbed by a second one."
     for s in _SIGNALS: signal.signal(s, signal.SIG_IGN)
     # libraries that are being loaded swallow an interrupt, or abort: it waits for them
     if not (_loads(frame) and hasattr(signal, "setitimer")): raise KeyboardInterrupt
     _interrupt_later()
 
 def _loads(frame: FrameType | None) -> bool:
-    "Whether an import is under way."
+    "Return whether an import is under way."
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>": return True
         frame = frame.f_back
@@ -804,7 +804,7 @@ def _interrupt_later() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.05)
 
 def _not_lost(lost: Any) -> None:
-    "An interrupt that came where Python drops exceptions, as in `__del__`, comes again."
+    "Raise an interrupt again that came where Python drops exceptions, as in `__del__`."
     if lost.exc_type is KeyboardInterrupt and hasattr(signal, "setitimer"): _interrupt_later()
     else: sys.__unraisablehook__(lost)
 
@@ -822,7 +822,7 @@ def _join(args: argparse.Namespace) -> None:
 
 # %% ../nbs/cli.ipynb #6ab7d5a3
 def _speaks() -> bool:
-    "Whether this process prints what all of them have to say."
+    "Return whether this process is the one that prints for all of them."
     parallel = sys.modules.get("altgrad.model.parallel")  # if not loaded, there is one process
     return parallel is None or parallel.rank() == 0
 

@@ -46,7 +46,7 @@ from ..training.data import Corpus, get_batch, load_corpus, validation_windows
 # %% ../../nbs/evidence/00_instrument.ipynb #40eda0e8
 @dataclass(frozen=True)
 class Recipe:
-    "How a checkpoint is pretrained."
+    "A recipe for pretraining a checkpoint."
     corpus: str  # label of the text
     n_layer: int = 2  # blocks
     n_head: int = 4  # attention heads
@@ -128,7 +128,7 @@ def state_hash(
 # %% ../../nbs/evidence/00_instrument.ipynb #eb4935c5
 @dataclass(frozen=True)
 class Task:
-    "What every arm has in common; part of every run's identity."
+    "The settings that all arms share; part of every run's identity."
     steps: int = 200  # updates
     batch_size: int = 8  # sequences an update, each as long as the model's context
     warmup: int = 20  # updates of linear warm-up; then linear to zero
@@ -320,7 +320,7 @@ class Bench:
         return self._corpora[label]
 
     def file(self, checkpoint: str) -> Path:
-        "Where a checkpoint lies, whether it is there or not."
+        "Return the path of a checkpoint, whether the file exists or not."
         recipe_of(checkpoint)
         return self.folder / f"{checkpoint}.pt"
 
@@ -385,7 +385,7 @@ _MUTE = ("annotation", "returns", "type_params", "type_comment", "kind",
 
 # %% ../../nbs/evidence/00_instrument.ipynb #482d0592
 def _says_nothing(node: Any) -> bool:
-    """Whether a statement cannot change a number: a docstring, an import from the package,
+    """Return whether a statement cannot change a number: a docstring, an import from the package,
     an error, or a check that only raises one."""
     if isinstance(node, ast.Expr): return isinstance(node.value, ast.Constant)
     if isinstance(node, ast.If):
@@ -441,7 +441,7 @@ def run_id(
 def row_identity(
     row: Mapping[str, Any],  # of a ledger
 ) -> dict[str, Any]:
-    """What `identity` said when the row was made;
+    """Return the identity of a row's run, as `identity` gave it when the row was made;
     rows from before the code was recorded have no `code`."""
     made = ("task", "checkpoint_sha", "corpus_sha", "instrument", "code")
     keys = [f.name for f in fields(Arm)] + list(made)
@@ -508,7 +508,7 @@ def explain_step(
     scale: Tensor,  # of the format's grid, broadcasts to `old`
     fmt: Any,  # the format
 ) -> dict[str, Tensor]:  # each [...]
-    "What one update of a tensor, or of several at once, looks like in the format's spacings."
+    "Describe one update of a tensor, or of several at once, in terms of the format's spacings."
     step, gap, there = new - old, ulp(fmt, old / scale) * scale, ulp(fmt, new / scale) * scale
     tried, size = step != 0, (step / gap).abs()
     part = (new / there).abs().frac()
@@ -553,7 +553,7 @@ def explain_end(
     start: list[Tensor],  # the tensors before the first update, of the same shapes
     start_scales: list[Tensor],  # and their scales, broadcastable to them
 ) -> dict[str, float]:
-    "Where the weights ended, in the format's terms."
+    "Describe in the format's terms where the weights ended."
     rows, fmt = [], get_format(fmt)
     for p, first, before, scale in zip(weights, start, start_scales, scales):
         q = fake_quantize(p.detach(), fmt, scale)
@@ -587,7 +587,7 @@ def run_arm(
 
 # %% ../../nbs/evidence/00_instrument.ipynb #140d16ab
 class Outcome(NamedTuple):
-    "What a run gave."
+    "The results of a run."
     before: list[float]  # validation losses of the pieces, before the first update
     losses: list[float]  # of the batches, as long as they were finite
     course: list[dict[str, float]]  # the explanation of every n-th step

@@ -103,7 +103,7 @@ def grown_rows(
 
 # %% ../../nbs/evidence/04_replicas.ipynb #7d652a6d
 def stacks(storage: Storage) -> bool:
-    """Whether replicas can keep weights there: in float32,
+    """Return whether replicas can keep their weights in this storage: in float32,
     or on a grid of the arm's format without a residual."""
     return (
         type(storage) is Storage  # one from outside may round otherwise
@@ -114,7 +114,7 @@ def stacks(storage: Storage) -> bool:
 
 # %% ../../nbs/evidence/04_replicas.ipynb #7db72703
 def kind_of(arm: Arm) -> tuple:
-    """What arms must have in common to be one batch: how the rule moves, and the model's shape;
+    """Return what arms must share to be one batch: the way the rule moves, and the model's shape;
     InputError for an arm that cannot be stacked."""
     fmt, r = get_format(arm.format), recipe_of(arm.checkpoint)[0]
     if not stacks(get_storage(arm.storage)):
@@ -145,7 +145,7 @@ def _store(
     w: Tensor, before: Tensor, scale: Tensor, f: Facts, on_grid: Tensor, by_chance: Tensor,
     noise: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """What the storages make of proposed weights `w` [R, n], and the scales [R, 1]:
+    """Return proposed weights `w` [R, n] as each row's storage keeps them, and the scales [R, 1]:
     `write` of `altgrad.geometry.storage` for the rows on a grid."""
     proposed, w = w, torch.where(w.isfinite(), w, before)
     scale = torch.where(on_grid, grown_rows(w.abs().amax(1, keepdim=True), scale, f), scale)
@@ -153,8 +153,8 @@ def _store(
 
 # %% ../../nbs/evidence/04_replicas.ipynb #7eafa526
 def _grid_key(arm: Arm) -> tuple:
-    """What arms share whose grids have the same numbers:
-    the format and the floor, which plain AdamW has not."""
+    """Return the key that arms share whose grids have the same numbers: format and floor,
+    and the rule, because plain AdamW has no floor."""
     return arm.format, arm.rule, arm.floor_octaves
 
 def _stacked(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -216,7 +216,7 @@ class Replicas:
         self.slices = [slice(end - n, end) for n, end in zip(same, accumulate(same))]
 
     def _start_storage(self) -> None:
-        "Puts on the grid what is stored there."
+        "Put on the grid the weights that are stored there."
         kinds = [get_storage(a.storage) for a in self.arms]
         self.facts = facts_of([g["fmt"] for g in self.groups], self.w[0])
         self.on_grid = self._column([kind.on_grid for kind in kinds], torch.bool)
@@ -251,7 +251,7 @@ class Replicas:
         return [round_rows(w / s, self.facts) * s for w, s in zip(self.w, columns)]
 
     def used(self) -> list[Tensor]:
-        "What the model multiplies with, [R, ...] each."
+        "Return the weights that the model multiplies with, [R, ...] each."
         chosen = self.w
         if self.any_master:
             chosen = [torch.where(self.master, q, w) for w, q in zip(self.w, self.rounded())]
@@ -275,7 +275,8 @@ class Replicas:
         return torch.stack(x).to(self.device), torch.stack(y).to(self.device)
 
     def step(self, x: Tensor, y: Tensor, step: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        "One update; the losses before it, the weights before it, and as the rule proposed them."
+        """Make one update; return the losses before it, the weights before it,
+        and the weights as the rule proposed them."""
         used = [w.requires_grad_() for w in self.used()]
         # the way to attend that vmap knows on every device
         with sdpa_kernel(SDPBackend.MATH): losses = self.losses(used, x, y)
@@ -317,8 +318,8 @@ def _keys(r: "Replicas", step: int) -> Any:
 
 # %% ../../nbs/evidence/04_replicas.ipynb #13dc1bae
 def _grid_numbers(r: "Replicas") -> Tensor:
-    """What the rule needs of every grid, [R, tensors, K]:
-    made format by format by the rules' own code."""
+    """Return the numbers of every grid that the rule needs, [R, tensors, K];
+    the rules' own code computes them, format by format."""
     amax, scale, rows = r.amax().double(), r.scale.double(), []
     for s in r.slices:
         group = r.groups[s.start]

@@ -29,7 +29,7 @@ def rate_of(
 
 # %% ../../nbs/evidence/03_stability.ipynb #988a542d
 class Bracket(NamedTuple):
-    "What is known about a threshold, in eighths of an octave from the first guess."
+    "The known bounds of a threshold, in eighths of an octave from the first guess."
     stable: int | None  # the highest that is stable; None if none is
     unstable: int | None  # the lowest that is not
     next: int | None  # what to try; None: done
@@ -57,7 +57,7 @@ def bracket(
 _ARM = ("format", "storage", "rule", "power")
 
 def _row_of(cell: Arm, guess: float, b: Bracket) -> dict[str, Any]:
-    "What a search found for an arm."
+    "Return the result of the search for an arm, as a row."
     stable, unstable = (None if j is None else rate_of(guess, j) for j in b[:2])
     return {**{key: getattr(cell, key) for key in _ARM}, "stable": stable, "unstable": unstable,
             "done": b.next is None}
@@ -86,13 +86,14 @@ class StabilitySearch(Sweep):
         return [replace(cell, lr=lr, split="tune", checkpoint=c, seed=s) for c, s in self.repeats]
 
     def is_stable(self, cell: Arm, lr: float) -> bool | None:
-        "What the ledger says; None as long as no run has diverged and some are missing, or failed."
+        """Return whether a rate is stable according to the ledger;
+        None as long as no run has diverged and some are missing, or failed."""
         rows = [self.rows.get(self.run_id(arm)) for arm in self.probes(cell, lr)]
         if any(row is not None and row.get("diverged") for row in rows): return False
         return None if any(row is None or row.get("error") for row in rows) else True
 
     def bracket(self, cell: Arm, guess: float) -> Bracket:
-        "How far the search for an arm has come."
+        "Return the bracket that the search for an arm has reached."
         return bracket(lambda j: self.is_stable(cell, rate_of(guess, j)))
 
     def plan(self) -> Plan:

@@ -53,7 +53,7 @@ def arm_of(
 # %% ../../nbs/evidence/02_study.ipynb #b5f3394c
 @dataclass(frozen=True)
 class Study:
-    "What the runs of matrices that share text, checkpoints and seeds say."
+    "The results of matrices that share text, checkpoints and seeds."
     checkpoints: tuple[str, ...]
     seeds: tuple[int, ...]  # of the confirmation
     plans: dict[str, Plan]  # by the name of the matrix
@@ -108,7 +108,7 @@ def _frozen_pieces(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], n
 def is_frozen(
     row: Mapping[str, Any],
 ) -> bool:
-    "Whether a run counts as the frozen model: it diverged, or it failed and was not repeated."
+    "Return whether a run counts as the frozen model: it diverged, or failed and was not repeated."
     return bool(row.get("error")) or bool(row["diverged"])
 
 # %% ../../nbs/evidence/02_study.ipynb #e1915355
@@ -173,7 +173,7 @@ def _cube(study: Study, cell: Arm, frozen: Mapping[tuple[str, str], np.ndarray],
 
 # %% ../../nbs/evidence/02_study.ipynb #6f93372e
 class Progress(NamedTuple):
-    "How much of a matrix is there."
+    "The progress of a matrix: the runs that it has, and those that it needs."
     tier: int
     name: str
     tuning: int  # tuning runs that are there, of those known to be needed
@@ -185,7 +185,7 @@ class Progress(NamedTuple):
 
     @property
     def state(self) -> str:
-        "complete, part or not run."
+        "The state as text: complete, part or not run."
         there, planned = self.tuning + self.confirmed, self.tuning_planned + self.confirmed_planned
         if there == planned: return "complete"
         return "part" if there else "not run"
@@ -272,8 +272,8 @@ def contrast(
 # %% ../../nbs/evidence/02_study.ipynb #d918a6ef
 @lru_cache(maxsize=16)
 def _draws(checkpoints: int, seeds: int, pieces: int, draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each pair [draws, checkpoints * seeds] and each
-    piece [draws, pieces] was drawn, as shares."""
+    """Draw with replacement, and return the shares of the pairs [draws, checkpoints * seeds]
+    and of the pieces [draws, pieces]."""
     rng = np.random.default_rng(0)
     first = rng.integers(checkpoints, size=(draws, checkpoints, 1))
     pairs = (first * seeds
@@ -283,7 +283,7 @@ def _draws(checkpoints: int, seeds: int, pieces: int, draws: int) -> tuple[np.nd
 
 # %% ../../nbs/evidence/02_study.ipynb #8dfcb97a
 def _shares(drawn: np.ndarray, n: int) -> np.ndarray:
-    "How often each of n was drawn, [draws, n], as shares."
+    "Return how often each of n was drawn, [draws, n], as shares."
     return np.apply_along_axis(np.bincount, 1, drawn, minlength=n) / drawn.shape[1]
 
 # %% ../../nbs/evidence/02_study.ipynb #f37fa93a
@@ -591,7 +591,7 @@ def rule_text(cell: Arm) -> str:
 
 # %% ../../nbs/evidence/02_study.ipynb #1ef1a9a5
 class Place(StrEnum):
-    "What can be said of the format that gains most."
+    "The verdict on the format that gains most."
     WINNER = "winner"  # its gain is shown to be above the next format's
     NO_WINNER = "no winner"  # gains are shown, and none above the next
     NO_GAIN = "no gain"  # none is shown
@@ -599,7 +599,7 @@ class Place(StrEnum):
 
 # %% ../../nbs/evidence/02_study.ipynb #8998fdb8
 class Ranking(NamedTuple):
-    "Which format gains most under a storage."
+    "The formats ranked by their gains under one storage."
     verdict: Place
     gains: dict[str, Effect]  # the plain gain of each format's best rule, largest first
     lead: Effect | None  # the largest minus the next
@@ -631,7 +631,7 @@ def rank_gains(
 
 # %% ../../nbs/evidence/02_study.ipynb #a5e037f5
 def _lead(first: tuple[Study, np.ndarray], second: tuple[Study, np.ndarray]) -> Effect | None:
-    """What one gain is above another: paired over the seeds that both have,
+    """Return one gain minus another: paired over the seeds that both have,
     if they are of one study."""
     (one, a), (other, b) = first, second
     if one is not other: return difference(a, b)
@@ -683,7 +683,7 @@ class Moved(NamedTuple):
 
     @property
     def keeps(self) -> bool:
-        "Whether the sign is the same throughout."
+        "Return whether the sign is the same throughout."
         return self.low > 0 or self.high < 0
 
 # %% ../../nbs/evidence/02_study.ipynb #f6878422
@@ -729,7 +729,7 @@ def moved(
 
 # %% ../../nbs/evidence/02_study.ipynb #9ffedd79
 class Prediction(NamedTuple):
-    "How the metrics predict formats that they did not see."
+    "The metrics' predictions for formats that they did not see."
     predicted: np.ndarray  # [formats]
     chosen: list[tuple[str, ...]]  # for each format left out
     r2: float
@@ -770,7 +770,7 @@ def leave_one_out(
 
 # %% ../../nbs/evidence/02_study.ipynb #8da22ff6
 class Cost(NamedTuple):
-    "What rounding costs one arm at one learning rate."
+    "The cost of rounding for one arm at one learning rate."
     format: str
     power: float
     lr: float

@@ -53,7 +53,7 @@ AXES = ("format", "storage", "rule", "placement", "power", "floor_octaves")
 # %% ../../nbs/evidence/01_sweep.ipynb #6c233c4f
 @dataclass(frozen=True)
 class Matrix:
-    "What a sweep compares."
+    "The arms that a sweep compares, and their checkpoints, seeds and learning rates."
     name: str
     tier: int  # its place in the protocol's order
     cells: tuple[tuple[Arm, float], ...]  # arm (less seed, split, checkpoint) and middle of its rates
@@ -143,7 +143,7 @@ def _axes(entry: Any) -> dict[str, list[Any]]:
 
 # %% ../../nbs/evidence/01_sweep.ipynb #4aaf2eea
 def _fits(cell: Mapping[str, Any], excluded: Mapping[str, Any]) -> bool:
-    "Whether an entry of `exclude` means this cell."
+    "Return whether an entry of `exclude` matches this cell."
     return all(cell.get(key) in _list(values) for key, values in excluded.items())
 
 # %% ../../nbs/evidence/01_sweep.ipynb #2b4b4c4c
@@ -197,7 +197,7 @@ def _seeds(tune: Any, confirm: Any, checkpoints: int) -> tuple[tuple[int, ...], 
 
 # %% ../../nbs/evidence/01_sweep.ipynb #da9526a4
 def _grid_size(points: Any, most: Any) -> tuple[int, int]:
-    "How many learning rates are tried at first, and at most; InputError otherwise."
+    "Return the numbers of learning rates tried at first and at most; InputError if not allowed."
     first, last = _whole(points, "points", 3)[0], _whole(most, "most", 3)[0]
     if first % 2 == 0 or not first <= last <= MOST_RATES:
         raise InputError(
@@ -242,14 +242,14 @@ class Job(NamedTuple):
 
 # %% ../../nbs/evidence/01_sweep.ipynb #18c1a0b2
 class Loss(NamedTuple):
-    """How a run ended. Losses are ordered by what counts,
-    and where that is equal by where the run really ended."""
+    """The loss that a run ended with. Losses are ordered by the counted value,
+    and where that is equal by the raw one."""
     counted: float  # nats; the frozen model's where the run diverged
     raw: float  # nats, uncapped; infinite where it is not finite
 
 # %% ../../nbs/evidence/01_sweep.ipynb #5b6952a5
 class Tuning(NamedTuple):
-    "What is known about an arm's learning rate."
+    "The state of the search for an arm's learning rate."
     missing: list[Job]  # runs to be made before more can be said
     rates: list[float]  # learning rates tried, in order
     losses: list[float]  # mean counted loss over tuning seeds and checkpoints, nats
@@ -260,7 +260,7 @@ class Tuning(NamedTuple):
 def loss_of_row(
     row: Mapping[str, Any],  # of a ledger
 ) -> Loss:
-    "How a row's run ended; infinite where it failed or met a number that is not finite."
+    "Return the loss of a row's run; infinite where it failed or met a number that is not finite."
     counted, raw = (math.inf if row.get(key) is None else row[key]
                     for key in ("val_loss", "raw_loss"))
     return Loss(counted, raw)
@@ -343,7 +343,7 @@ def wider_powers(
 
 # %% ../../nbs/evidence/01_sweep.ipynb #8f305a1e
 class Plan(NamedTuple):
-    "What is known, and what comes next."
+    "The state of a sweep, and its next runs."
     stage: str  # tune, confirm or done
     jobs: list[Job]  # to be run now
     cells: list[tuple[Arm, float]]  # all arms, the added ones too
@@ -372,7 +372,7 @@ def plan(
 
 # %% ../../nbs/evidence/01_sweep.ipynb #d6b1b7cb
 class Column(NamedTuple):
-    "What is known of a row's value."
+    "The kind of a row's value, and which rows need it."
     kind: str  # text, flag, number, whole number, mapping, list or any
     needed: str = ""  # by every row, by one with a result, or by one that can be replayed
 
@@ -616,7 +616,7 @@ def _end_with(parent) -> None:
 
 # %% ../../nbs/evidence/01_sweep.ipynb #fe1ce65c
 def _outcome(f: Future) -> dict[str, Any]:
-    "What a worker gave, or why it could not."
+    "Return a worker's result, or the record of its failure."
     e = f.exception()
     return failure(e) if e else f.result()
 
@@ -762,7 +762,7 @@ class Sweep:
         return self._ids[arm]
 
     def loss(self, arm: Arm) -> Loss | None:
-        "How the arm's run ended; None if it was not run."
+        "Return the loss of the arm's run; None if it was not run."
         row = self.rows.get(self.run_id(arm))
         return None if row is None else loss_of_row(row)
 
@@ -771,7 +771,7 @@ class Sweep:
 
     def check(self) -> None: _check_sweep(self)
     def build(self) -> None:
-        "Pretrains the checkpoints that are not there; nothing is done before `check`."
+        "Pretrain the checkpoints that are not there; nothing is done before `check`."
         self.check()
         for name in self.matrix.every_checkpoint:
             if self.bench.file(name).is_file(): continue
@@ -836,7 +836,7 @@ def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any],
 
 # %% ../../nbs/evidence/01_sweep.ipynb #3141a78c
 def _sweep_html(sweep: Sweep) -> str:
-    "Where a sweep stands, and its best arms so far."
+    "Return a card with the state of a sweep and its best arms so far."
     todo, rows = sweep.plan(), list(sweep.rows.values())
     arms, picture = _arms(rows)
     facts = {"arms": len(todo.cells), "runs made": f"{len(rows):,}", "stage": todo.stage,
@@ -849,7 +849,7 @@ def estimate(
     jobs: Iterable[Job],
     workers: int = 1,
 ) -> float | None:  # seconds; None where no run was timed yet
-    "How long these runs would take: the median time of the storage's runs in the ledger."
+    "Estimate the time of these runs from the median time of the storage's runs in the ledger."
     times: dict[str, list[float]] = {}
     recipe = sweep.matrix.checkpoints[0].rpartition("-")[0]
     for row in sweep.rows.values():
@@ -945,7 +945,7 @@ FLAGS = {
 def flags(
     row: Mapping[str, Any],  # of a ledger
 ) -> list[str]:  # keys of `FLAGS`
-    "What deserves a look in a run."
+    "List the signs in a run that deserve a look."
     curve = [v for v in row.get("curve") or () if v is not None]
     ends = [i * len(curve) // 5 for i in range(6)]
     fifths = [0.0, 0.0]
@@ -989,7 +989,7 @@ def find_row(
 
 # %% ../../nbs/evidence/01_sweep.ipynb #6bdf2387
 def _same_cpu(then: Mapping[str, Any]) -> bool:
-    "Whether a row's machine computes as this one does, as far as the row says."
+    "Return whether a row's machine computes as this one does, as far as the row says."
     now = machine()
     return all(now[key] == value for key, value in then.items()
                if key in ("system", "cpu", "capability", "threads"))

@@ -19,7 +19,7 @@ from .storage import STORAGES, GridTensor
 # %% ../../nbs/geometry/04_catalogue.ipynb #85f169bd
 @dataclass(frozen=True, kw_only=True)
 class RuleSettings:
-    "What an update rule may be told; its row in `RULES` says what it reads."
+    "The settings that an update rule may be told; its row in `RULES` says which it reads."
     fmt: FP8Format | str | None  # format of the weights
     lr: float  # peak learning rate, in the rule's own unit
     beta1: float = 0.9  # of the first moment, or of the momentum
@@ -70,7 +70,7 @@ class Rule:
 
     @property
     def knows_grids(self) -> bool:
-        "Whether it is told the format, and stores what it moves itself."
+        "Return whether the rule is told the format, and itself stores the weights that it moves."
         return self.optimizer is not None and issubclass(self.optimizer, optim.GeometryOptimizer)
 
     def build(
@@ -84,7 +84,7 @@ class Rule:
         return make(parameters, lr=settings.lr, **told, **self.fixed)
 
     def stacked(self, placement: str = "update") -> optim.Stacked | None:
-        "How replicas of it move at once; None: they are trained one by one."
+        "Return the code that moves replicas of it at once; None: they are trained one by one."
         found = optim.stacked_of(self.optimizer, placement) if self.optimizer else None
         if found is None or any(found.granted.get(k, v) != v for k, v in self.fixed.items()):
             return None

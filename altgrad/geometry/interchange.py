@@ -338,7 +338,7 @@ def load_codes(
 
 # %% ../../nbs/geometry/05_interchange.ipynb #2cffe37a
 def _is_of_grid(found: Codes, grid: GridTensor) -> bool:
-    "Whether a grid can hold these codes as they are."
+    "Return whether a grid can hold these codes as they are."
     return (
         found.fmt.spec == grid.fmt.spec
         and not found.scale.dim()

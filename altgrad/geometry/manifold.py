@@ -45,8 +45,8 @@ def _check_options(
 
 # %% ../../nbs/geometry/01_manifold.ipynb #54e50976
 def _floor_moves(fmt: FP8Format, floor_octaves: float | None) -> bool:
-    """Whether the floor can depend on the tensor:
-    it then lies elsewhere at the end of a step than at its beginning."""
+    """Return whether the floor can depend on the tensor,
+    and so differ between the beginning and the end of a step."""
     if floor_octaves is None: return False
     return bool(
         2.0**-floor_octaves * stiffness(torch.tensor(fmt.max, dtype=torch.float64), fmt)
@@ -114,7 +114,7 @@ class FP8Manifold(geoopt.Manifold):
         x = self._scale_for(psi) * q
         return _with_slope(x, psi, self.stiffness(x, like))
     def _straight(self, x: Tensor, y: Tensor, sx: Tensor, sy: Tensor) -> Tensor:
-        "Whether x to y is one linear piece: equal stiffness, and no dip of it at zero between."
+        "Return whether x to y is one linear piece: equal stiffness, no dip of it at zero between."
         lowest = self._scale_for(x) * self._floor(x).clamp(min=self.fmt.min_spacing)
         return (sx == sy) & ((x.signbit() == y.signbit()) | (sx == lowest))
 
@@ -124,7 +124,7 @@ class FP8Manifold(geoopt.Manifold):
         S = self.stiffness(x)
         return (u / S) * ((u if v is None else v) / S)
     def component_inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
-        "The same as `inner`; what RiemannianAdam takes for its second moment."
+        "The same as `inner`; RiemannianAdam takes it for its second moment."
         return self.inner(x, u, v)
     def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
         "|u| / S: the length of a tangent vector, in codes."
@@ -139,7 +139,7 @@ class FP8Manifold(geoopt.Manifold):
 
     # geodesics
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        "Where the geodesic from `x` with velocity `u` is after unit time, in the range or not."
+        "Return where the geodesic from `x` with velocity `u` is after unit time, in range or not."
         S, direct = self.stiffness(x), x + u
         far = self.from_coordinate(self.coordinate(x) + u / S, like=x)
         straight = self._straight(x, direct, S, self.stiffness(direct, like=x))
@@ -245,8 +245,8 @@ def first_step(
     amax: float = 0.1,  # of the weights; a power-of-two scale brings it into the format's range
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:  # float64 [n]: magnitudes, and by how many codes each moved
-    """How far an optimizer's first step takes weights that are spread evenly
-    over a format's codes; gradients of all sizes."""
+    """Measure how far an optimizer's first step takes weights that are spread evenly
+    over a format's codes, with gradients of all sizes."""
     fmt, g = get_format(name), torch.Generator().manual_seed(seed)
     m = FP8Manifold(fmt, scale=compute_scale(torch.tensor(amax, dtype=torch.float64), fmt))
     last = m.coordinate(torch.tensor(amax, dtype=torch.float64)) - 2  # stay away from the end

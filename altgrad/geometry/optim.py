@@ -92,7 +92,7 @@ class GeometryOptimizer(torch.optim.Optimizer):
     stacked: ClassVar[Mapping[str, "Stacked"]] = {}  # by placement; a subclass does not inherit it, see `stacked_of`
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        "Adds parameters with settings of their own; InputError for a bad one."
+        "Add parameters with settings of their own; InputError for a bad one."
         super().add_param_group(group)
         group = self.param_groups[-1]
         try:
@@ -105,39 +105,40 @@ class GeometryOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        "As torch's, with every group's format as plain facts: a checkpoint holds no objects."
+        """Return torch's state, with every group's format as plain facts:
+        a checkpoint holds no objects."""
         state = super().state_dict()
         state["param_groups"] = [{**g, "fmt": asdict(g["fmt"])} for g in state["param_groups"]]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Takes what `state_dict` gave."
+        "Restore what `state_dict` gave."
         groups = [{**g, "fmt": FP8Format(**g["fmt"])} for g in state["param_groups"]]
         super().load_state_dict({**state, "param_groups": groups})
 
     def check(self, group: dict[str, Any]) -> None:
-        "InputError for a setting that this rule cannot take."
+        "Raise an InputError for a setting that this rule cannot take."
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        "Names of the full-size tensors in a parameter's state; they start as zeros."
+        "Return the names of the full-size tensors in a parameter's state; they start as zeros."
         raise NotImplementedError
 
     def needs_spare(self, group: dict[str, Any]) -> bool:
-        """Whether the passes of a step need memory in between;
+        """Return whether the passes of a step need memory in between;
         all parameters of a group take turns with it, and it is freed after the step."""
         return False
 
     def grid_numbers(self, group: dict[str, Any], parameters: list[Tensor]) -> Tensor | list[None]:
-        "What `move` needs of each parameter's grid: a row of numbers for each."
+        "Return the numbers of each parameter's grid that `move` needs, a row for each."
         return [None] * len(parameters)
 
     def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
-        "Updates one parameter's values and moments in place."
+        "Update one parameter's values and moments in place."
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> Any:  # the closure's loss, if there is one
-        "One update of every parameter that has a gradient."
+        "Make one update of every parameter that has a gradient."
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
@@ -160,7 +161,7 @@ def _moving(group: dict[str, Any]) -> list[Any]:
     return [p for p in group["params"] if p.grad is not None and p.numel()]
 
 def _nonfinite(gradients: list[Tensor]) -> bool:
-    "Whether one of the gradients is not finite."
+    "Return whether one of the gradients is not finite."
     return bool(gradients) and not bool(torch.stack([g.isfinite().all() for g in gradients]).all())
 
 # %% ../../nbs/geometry/03_optim.ipynb #9fae5627
@@ -289,7 +290,7 @@ def _check_stiffness(group: dict[str, Any]) -> None:
 
 # %% ../../nbs/geometry/03_optim.ipynb #ac65727c
 def _adam_numbers(w: Tensor, group: dict[str, Any], step: int) -> Tensor:
-    """What `_adam` needs of a group: 1 - lr decay, then the learning rate,
+    """Return the numbers of a group that `_adam` needs: 1 - lr decay, then the learning rate,
     the betas, the bias corrections and eps."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     return _numbers(
@@ -439,7 +440,7 @@ class StiffnessSGD(GeometryOptimizer):
 
 # %% ../../nbs/geometry/03_optim.ipynb #6417e330
 class _Line(NamedTuple):
-    "What a pass needs to walk along the line."
+    "The numbers that a pass needs to walk along the line."
     low: Tensor  # of the first normal binade: the smallest spacing
     scale: Tensor
     inverse: Tensor  # 1 / scale
@@ -650,7 +651,7 @@ class GridSGD(GeometryOptimizer):
 # %% ../../nbs/geometry/03_optim.ipynb #c42bc246
 @dataclass(frozen=True, eq=False)
 class Stacked:
-    """How many replicas that share a rule's code move at once:
+    """The code that moves replicas of one rule at once:
     a tensor of every replica is a row [R, n]."""
     move: Callable  # of w, g, moments, numbers [R, K], grid [R, K'] and limit: the moved rows; moments change in place
     numbers: Callable  # of a tensor of the wanted dtype and device, one replica's group and its step: [K]
@@ -752,6 +753,6 @@ def stacked_of(
     rule: type,  # class of an update rule
     placement: str = "update",  # where its stiffness acts
 ) -> Stacked | None:  # None: there is no way
-    """How replicas of a rule move at once.
-    A subclass that moves otherwise than its base is not taken for it."""
+    """Return the code that moves replicas of a rule at once.
+    A subclass does not inherit it, because it may move otherwise than its base."""
     return vars(rule).get("stacked", {}).get(placement)

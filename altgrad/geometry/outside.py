@@ -79,7 +79,7 @@ def _imported(place: str) -> ModuleType:
     except BaseException as e: raise _no_import(place, e) from None
 
 def _no_import(place: str, e: BaseException) -> InputError:
-    "What to say of a file or a module that ends in an error."
+    "Return the error for a file or a module whose import fails."
     return InputError(f"{place} does not import: {type(e).__name__}: {e}")
 
 def _module_text(name: _Name) -> str:
@@ -141,7 +141,7 @@ def _load(name: _Name, text: str) -> tuple[str, Any]:
 
 # %% ../../nbs/geometry/06_outside.ipynb #cf6e4277
 def _entry_point(name: str, group: str) -> str | None:
-    "Where an installed package keeps what it calls by this name."
+    "Return the place of what an installed package calls by this name; None if there is none."
     found = importlib.metadata.entry_points(group=group, name=name)
     return next(iter(found)).value if found else None
 
@@ -159,7 +159,7 @@ TOLD = ("lr", "format", "storage", "seed", "betas", "beta1", "beta2", "beta", "m
 
 # %% ../../nbs/geometry/06_outside.ipynb #f9732bdf
 def _asked(full: str, cls: type) -> list[str]:
-    "What a rule's constructor is told; InputError where it wants what nobody gives."
+    "Return the arguments that a rule's constructor is told; InputError if it requires any other."
     parameters = list(inspect.signature(cls).parameters.values())[1:]
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in named:

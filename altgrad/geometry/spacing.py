@@ -164,7 +164,8 @@ def _phi_inverse(phi: Tensor, n: "LineNumbers") -> Tensor:
 
 # %% ../../nbs/geometry/00_spacing.ipynb #158a70d4
 class LineNumbers(NamedTuple):
-    "What the coordinate needs of a format and a floor: floats, or scalar tensors in compiled code."
+    """The numbers of a format and a floor that the coordinate needs:
+    floats, or scalar tensors in compiled code."""
     low: Any  # 2^bottom and 2^top: the powers of two at the first and the last binade
     high: Any
     bottom: Any
@@ -246,7 +247,7 @@ def sign_barrier(
     *,
     floor: Tensor | float = 0.0,  # of the stiffness, scalar
 ) -> float:  # steps of one unit of the coordinate
-    "How many unit steps lead from +w to -w."
+    "Return the number of unit steps from +w to -w."
     return 2 * code_coordinate(torch.tensor(w, dtype=torch.float64), fmt, floor=floor).item()
 
 # %% ../../nbs/geometry/00_spacing.ipynb #a73f140d

@@ -71,14 +71,19 @@ class GridTensor(torch.Tensor):
         "The format of the codes."
         return self.how["fmt"]
 
+    @property
+    def kind(self) -> "Storage":
+        "Its row in `STORAGES`."
+        return get_storage(self.how["storage"])
+
     def dequantize(self) -> Tensor:
         "The weight as a plain tensor."
         return unpack(self.codes, self.fmt).to(self.dtype) * self.scale
 
     def latent(self) -> Tensor:
-        "What an update starts from: the weight, and what the storage remembers beside its code."
+        "Return the weight that an update starts from, with what is stored beside its code."
         q = unpack(self.codes, self.fmt).to(self.dtype)
-        return get_storage(self.how["storage"]).latent(q, self.residual, self.fmt) * self.scale
+        return self.kind.latent(q, self.residual, self.fmt) * self.scale
 
     def parts(self) -> dict[str, Tensor]:
         "The plain tensors that it consists of, by name."
@@ -97,7 +102,7 @@ class GridTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner, how, size, stride): return GridTensor(**inner, how=how)
     def __reduce_ex__(self, protocol):
-        """For pickle: plain tensors and plain values,
+        """Return plain tensors and plain values for pickle,
         so that `torch.load` reads them with `weights_only`."""
         how = {**self.how, "fmt": asdict(self.fmt)}
         return _rebuild, (self.parts(), how, isinstance(self, nn.Parameter), self.requires_grad)
@@ -174,7 +179,7 @@ def write(
 ) -> None:
     """Round `w` into `to`, growing its scale where that is needed;
     what is not finite leaves its code as it was."""
-    how, fmt, kind = to.how, to.fmt, get_storage(to.how["storage"])
+    how, fmt, kind = to.how, to.fmt, to.kind
     before, finite = to.latent(), w.isfinite()
     how["nonfinite"] += w.numel() - finite.sum()
     w = torch.where(finite, w, before)
@@ -195,7 +200,7 @@ _KEEP = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 def _plain(x: Any) -> Any: return x.dequantize() if isinstance(x, GridTensor) else x
 
 def _alike(to: Any, source: Any) -> bool:
-    "Whether both live on a grid of the same kind."
+    "Return whether both live on a grid of the same kind."
     if not (isinstance(to, GridTensor) and isinstance(source, GridTensor)): return False
     def kind(x: GridTensor) -> tuple:
         return x.shape, x.dtype, x.fmt, None if x.residual is None else x.how["storage"]
@@ -229,7 +234,7 @@ def _dispatch(func, args, kwargs):
 # %% ../../nbs/geometry/02_storage.ipynb #bea221d1
 @dataclass(frozen=True)
 class Storage:
-    "Where weights are kept between steps, and how a write rounds."
+    "A way to keep weights between steps, and to round a write."
     rounding: str | None = None  # of a write, a mode of `fake_quantize`; None: weights stay float32
     residual_bits: int = 0  # of what is kept beside a code; 0: nothing
     fmt: str | None = None  # the format, where the storage and not the layer says it
@@ -237,7 +242,7 @@ class Storage:
 
     @property
     def on_grid(self) -> bool:
-        "Whether weights live on a grid, with no copy in high precision."
+        "Return whether weights live on a grid, with no copy in high precision."
         return self.rounding is not None
 
     @property
@@ -255,7 +260,7 @@ class Storage:
     def remember(
         self, w: Tensor, q: Tensor, fmt: FP8Format, key: int | Tensor
     ) -> Tensor | None:
-        """What is kept of `w` beside the codes of `q`, both in units of the format: nothing,
+        """Return what is kept of `w` beside the codes of `q`, both in units of the format: nothing,
         or the rest in whole levels, rounded stochastically."""
         if not self.residual_bits: return None
         left, levels = w - q, 2 ** (self.residual_bits - 1) - 1

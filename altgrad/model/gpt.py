@@ -111,7 +111,7 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,  # int64 [B, T], T at most `block_size`
     ) -> Tensor:  # [B, T, C]
-        "What the head is given at each position; InputError if the context is too long."
+        "Return the input of the head at each position; InputError if the context is too long."
         T = tokens.shape[1]
         if T > self.config.block_size:
             raise InputError(f"context of {T} tokens; block_size is {self.config.block_size}")

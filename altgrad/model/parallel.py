@@ -40,16 +40,16 @@ def join() -> None:
 
 # %% ../../nbs/model/01_parallel.ipynb #39151b5d
 def _leave() -> None:
-    """Ends the group and its threads before the interpreter ends:
+    """End the group and its threads before the interpreter ends:
     a thread that still gave back a tensor then would abort a process that is done."""
     if dist.is_initialized(): dist.destroy_process_group()
 
 def world() -> int:
-    "How many processes train together."
+    "Return the number of processes that train together."
     return dist.get_world_size() if dist.is_initialized() else 1
 
 def rank() -> int:
-    "This process among them, from 0; process 0 is the one that writes."
+    "Return this process's number among them, from 0; process 0 is the one that writes."
     return dist.get_rank() if dist.is_initialized() else 0
 
 # %% ../../nbs/model/01_parallel.ipynb #59e45829
@@ -102,7 +102,8 @@ def first(
     f: Callable,  # called in process 0 only
     *args: Any,  # of `f`
 ) -> Any:
-    "What `f` returns in process 0, in every process; an InputError there is one everywhere."
+    """Return in every process what `f` returns in process 0;
+    an InputError there is raised in all of them."""
     if world() == 1: return f(*args)
     told = _tried(f, *args) if rank() == 0 else None
     found: list[Any] = [told]
@@ -114,8 +115,8 @@ def agree(
     f: Callable,  # called in every process; it must not wait for the others
     *args: Any,  # of `f`
 ) -> Any:
-    """What `f` returns, which must be the same everywhere;
-    the first InputError of any process is one of all."""
+    """Return what `f` returns, which must be the same in every process;
+    the first InputError of any process is raised in all of them."""
     if world() == 1: return f(*args)
     found: list[Any] = [None] * world()
     with _others(): dist.all_gather_object(found, _tried(f, *args))

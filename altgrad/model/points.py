@@ -33,8 +33,8 @@ RECIPES = {"current": None, "delayed": AmaxHistory, "smoothed": AmaxAverage, "st
 # %% ../../nbs/model/02_points.ipynb #56c57e3b
 @dataclass(frozen=True)
 class Precision:
-    """How a point rounds; InputError for an unknown name,
-    or several scales that are to be remembered."""
+    """The rounding of a point; InputError for an unknown name,
+    or for a scaling that remembers where a tensor has several scales."""
     format: FP8Format | str  # of the elements
     scaling: str = "current"  # a key of `RECIPES`: which amax the scale is made from
     granularity: str | int = "tensor"  # what shares a scale: a tensor, a channel, or a block of so many
@@ -107,7 +107,7 @@ class _Watched(torch.autograd.Function):
 # %% ../../nbs/model/02_points.ipynb #0d5b6c2f
 @cache
 def _is_bfloat16(fmt: FP8Format) -> bool:
-    "Whether bfloat16 holds every value of the format."
+    "Return whether bfloat16 holds every value of the format."
     values = fmt.values[fmt.values.isfinite()]
     return torch.equal(values.bfloat16().to(values.dtype), values)
 
@@ -175,7 +175,7 @@ class Quantizer:
 # %% ../../nbs/model/02_points.ipynb #a0cc41b2
 @dataclass(frozen=True)
 class LayerPrecisionRule:
-    "How the layers whose qualified name matches round, point by point; None is high precision."
+    "The precision of layers whose qualified name matches, point by point; None is high precision."
     pattern: str  # glob over qualified module names, e.g. "blocks.*.mlp.*"; "*" also matches dots
     format: FP8Format | str | None = None  # short for `weight`
     weight: Precision | FP8Format | str | None = None  # see `read_precision` for these four

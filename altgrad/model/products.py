@@ -23,7 +23,7 @@ from .points import PARTED, POINTS, Quantizer, read_precision
 
 # %% ../../nbs/model/03_products.ipynb #f78cd2b4
 def fast_bfloat16(device: torch.device) -> bool:
-    "Whether the device multiplies bfloat16 matrices: Ampere or later, AMX, or AVX512-BF16."
+    "Return whether the device multiplies bfloat16 matrices: Ampere or later, AMX, or AVX512-BF16."
     if device.type == "cuda": return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu": return False
     tests = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
@@ -52,13 +52,13 @@ def _narrow_products() -> Iterator[None]:
 
 # %% ../../nbs/model/03_products.ipynb #a97a9c0d
 def _has_narrow_factors(layer: "QuantizedLinear") -> bool:
-    "Whether weight and input of a layer are rounded to bfloat16 numbers."
+    "Return whether weight and input of a layer are rounded to bfloat16 numbers."
     points = [layer.points.get(kind) for kind in ("weight", "activation")]
     return all(point is not None and point.is_bfloat16 for point in points)
 
 # %% ../../nbs/model/03_products.ipynb #e2237478
 def _fits_narrow(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> bool:
-    "Whether the product of a layer's rounded input and weight may take them for bfloat16."
+    "Return whether the product of a layer's rounded input and weight may take them for bfloat16."
     if torch._C._are_functorch_transforms_active(): return False
     if not (torch.compiler.is_dynamo_compiling() or is_plain(x, w)): return False
     if not x.dtype == w.dtype == torch.float32: return False
@@ -72,7 +72,7 @@ def multiplies_narrow(
     device: torch.device,
     dtype: torch.dtype,  # of products: bfloat16 under autocast
 ) -> bool:
-    "Whether float32 products of the model's rounded layers run on the bfloat16 units of this CPU."
+    "Return whether this CPU's bfloat16 units run float32 products of the model's rounded layers."
     if device.type != "cpu" or dtype != torch.float32 or not _HAS_SWITCH: return False
     return any(_has_narrow_factors(m) for m in model.modules() if isinstance(m, QuantizedLinear))
 

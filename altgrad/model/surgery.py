@@ -45,7 +45,8 @@ class QuantizedLayer:
 
 # %% ../../nbs/model/04_surgery.ipynb #39c962f3
 class QuantizationReport(tuple[QuantizedLayer, ...]):
-    "What `quantize_model` did to each layer that multiplies by a weight; prints as a table."
+    """A row for each layer that multiplies by a weight: what `quantize_model` did to it;
+    prints as a table."""
     @property
     def changed(self) -> list[QuantizedLayer]:
         "The layers that now round something."
@@ -82,7 +83,7 @@ class _Decision(NamedTuple):
 
 # %% ../../nbs/model/04_surgery.ipynb #28822432
 def _matches(name: str, pattern: str) -> bool:
-    "Whether a skip pattern means this layer: by its qualified name, or by its last component."
+    "Return whether a skip pattern matches this layer's qualified name, or its last component."
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
 # %% ../../nbs/model/04_surgery.ipynb #b89ff5d4
@@ -109,7 +110,7 @@ def _default_points(config: PrecisionConfig) -> dict[str, Precision]:
 
 # %% ../../nbs/model/04_surgery.ipynb #34e0b77b
 def _multiplies(module: nn.Module) -> bool:
-    "Whether a module has a weight to multiply by: a matrix or a kernel that is not looked up."
+    "Return whether a module has a weight to multiply by: a matrix or kernel, not a look-up table."
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() < 2: return False
     return not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -346,7 +347,7 @@ def round_weight_gradients(model: nn.Module) -> None:
 
 # %% ../../nbs/model/04_surgery.ipynb #f0433d1f
 def _stackable(layer: Quantized) -> bool:
-    "Whether a weight is small, and rounded by nothing but its own amax, to nearest."
+    "Return whether a weight is small, and rounded by nothing but its own amax, to nearest."
     q, w = layer.points["weight"], layer.weight
     if q.precision.unusual or q.probe is not None or q.fit: return False
     if type(w) is not nn.Parameter or w.device.type == "meta": return False
@@ -402,7 +403,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
 
 # %% ../../nbs/model/04_surgery.ipynb #e7fcf8a2
 def points_state(model: nn.Module) -> dict[str, dict[str, Any]]:
-    "What the points of a model remember: numbers drawn, amaxes, scales; by `<layer>/<kind>`."
+    "Return the state of a model's points: numbers drawn, amaxes, scales; by `<layer>/<kind>`."
     state = {}
     for (name, kind), q in quantizers(model).items():
         here: dict[str, Any] = {"precision": str(q.precision), "calls": q.calls, "fit": q.fit}

@@ -25,7 +25,7 @@ OUTLIER = 6.0  # an outlier lies beyond so many root mean squares
 # %% ../../nbs/numbers/05_choosing.ipynb #f7a550e7
 @dataclass(frozen=True)
 class TensorProfile:
-    "What a tensor's distribution asks of a format."
+    "The demands of a tensor's distribution on a format."
     kurtosis: float  # tail weight: mean of x^4 over the squared mean of x^2; uniform 1.8, Gaussian 3
     crest: float  # the largest magnitude over the root mean square
     octaves: float  # dynamic range: log2 of the largest over the smallest nonzero magnitude
@@ -132,7 +132,7 @@ def plot_scale_search(
 # %% ../../nbs/numbers/05_choosing.ipynb #e1946525
 @dataclass(frozen=True)
 class FormatScore:
-    "What one format keeps of a tensor."
+    "The measures of how well one format keeps a tensor."
     format: str  # name
     sqnr: float  # decibels, at the best scale
     scale: float  # the best scale

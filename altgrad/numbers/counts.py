@@ -185,7 +185,7 @@ def _bin_codes(fmt: FP8Format, device: torch.device) -> Tensor:
 
 # %% ../../nbs/numbers/03_counts.ipynb #96783f94
 class _Layout(NamedTuple):
-    """What finds a value's bin: a factor that moves the exponents to float32's lowest,
+    """The numbers that find a value's bin: a factor that moves the exponents to float32's lowest,
     bits to drop, the bin of the smallest magnitude, the last."""
     factor: Any  # a number; a scalar tensor in compiled code, as the three below
     drop: Any
@@ -216,7 +216,7 @@ def _bins(q: Tensor, layout: _Layout) -> Tensor:
 
 # %% ../../nbs/numbers/03_counts.ipynb #2b4327aa
 def _count_bins(bins: Tensor, n: int) -> Tensor:
-    "How often each of `n` bins occurs; on a GPU without a wait."
+    "Count how often each of `n` bins occurs; on a GPU without a wait."
     if bins.device.type == "cpu": return torch.bincount(bins.flatten(), minlength=n)
     return torch.zeros(n, dtype=torch.int64, device=bins.device).index_add_(
         0, bins.flatten().long(), torch.ones_like(bins.flatten(), dtype=torch.int64)
@@ -311,8 +311,8 @@ def _compiled(how: K.How, device: str, codes: bool) -> Callable:
 
 # %% ../../nbs/numbers/03_counts.ipynb #5951cf49
 def _is_finite(found: Tensor, scale: Tensor | None, largest: float) -> bool:
-    """Whether `_finite_sums` are right, of quotients that stay below `largest`;
-    always on a device that must not wait."""
+    """Return whether `_finite_sums` are right, of quotients that stay below `largest`;
+    always True on a device that must not wait."""
     if found.device.type != "cpu": return True
     return bool(found.isfinite().all() and (scale is None or (found[6] / scale < largest).all()))
 
@@ -424,7 +424,7 @@ def histogram_of(
     values: Tensor,  # of the format, float32 [n]: what rounding returned, divided by its scale
     fmt: FP8Format,
 ) -> Tensor:  # int64 [2^bits], in code order
-    "How many values have each code; NaN counts where the format has a code for it."
+    "Count the values that have each code; NaN counts where the format has a code for it."
     step = K.CHUNK if values.device.type == "cpu" else max(1, values.numel())
     layout = _layout(fmt, values.device)[0]
     bins = torch.zeros((), dtype=torch.int64, device=values.device)

@@ -53,7 +53,7 @@ class FP8Format:
         return torch.uint8 if self.bits <= 8 else torch.int32
     @property
     def magnitudes(self) -> int:
-        "How many codes there are for one sign."
+        "The number of codes for one sign."
         return 2 ** (self.exponent_bits + self.mantissa_bits)
     @property
     def last_finite(self) -> int:
@@ -115,14 +115,14 @@ class FP8Format:
         return math.log2(self.max) - math.log2(self.min_positive)
     @property
     def n_values(self) -> int:
-        "How many different finite numbers there are; -0 and 0 are one."
+        "The number of different finite values; -0 and 0 are one."
         if self.twos_complement: return 2**self.bits
         return 2 * self.last_finite + 1 if self.signed else self.last_finite + 1
 
     # codes with a meaning of their own; None where a format has no such code
     @property
     def has_zero(self) -> bool:
-        "Whether 0 is a value (it then has code 0)."
+        "Return whether 0 is a value (it then has code 0)."
         return self.subnormals
     @property
     def code_minus_zero(self) -> int | None:
@@ -336,14 +336,14 @@ def is_whole(
     low: float,  # the smallest allowed
     high: float = math.inf,  # the largest allowed
 ) -> TypeGuard[int]:
-    "Whether a value is an int in a range; True and False are not."
+    "Return whether a value is an int in a range; True and False are not."
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 # %% ../../nbs/numbers/00_formats.ipynb #e0c0c6bf
 def kind_of(
     x: object,  # an argument, of any type
 ) -> str:
-    "What a message calls an argument: the dtype of a dense tensor, a layout, or a type."
+    "Name an argument's kind for a message: the dtype of a dense tensor, a layout, or a type."
     if not isinstance(x, Tensor): return type(x).__name__
     if x.is_nested: return "a nested tensor"
     if x.is_meta: return "a tensor without data"
@@ -353,7 +353,7 @@ def kind_of(
 def is_dense(
     x: object,  # an argument, of any type
 ) -> TypeGuard[Tensor]:
-    """Whether it is an ordinary tensor.
+    """Return whether `x` is an ordinary tensor.
     A compiler, which cannot ask for a layout, takes every tensor for one."""
     return isinstance(x, Tensor) and (
         torch.compiler.is_dynamo_compiling() or x.layout == torch.strided and not x.is_nested

@@ -41,7 +41,7 @@ class Grid(NamedTuple):
 
 # %% ../../nbs/numbers/02_kernels.ipynb #3de65e90
 class How(NamedTuple):
-    "What selects the code that rounds: a compiled kernel for each."
+    "The choices that select the code that rounds: a compiled kernel for each combination."
     rounding: str
     overflow: str  # saturate, special, or mask: only tell what overflows
     random_bits: int
@@ -385,8 +385,8 @@ _ = set_path(os.environ.get("ALTGRAD_PATH", "auto"))
 def worth_compiling(
     x: Tensor,  # of any shape
 ) -> bool:
-    """Whether the setting, the device,
-    the size and what was rounded so far speak for the compiled kernel."""
+    """Return whether the setting, the device, the size
+    and what was rounded so far speak for the compiled kernel."""
     device = x.device.type
     if state["path"] == "eager" or state["broken"] or device not in STRICT or x.numel() >= 1 << 31:
         return False
@@ -396,7 +396,7 @@ def worth_compiling(
 def attempt(
     compiled: Callable[[], Any],  # calls a compiled kernel
 ) -> Any:
-    """What a compiled kernel returns, or None where it cannot:
+    """Return what a compiled kernel returns, or None where it fails:
     the first failure is reported and ends all attempts."""
     if state["broken"]: return None
     try:
@@ -451,7 +451,7 @@ def check_scale(
 def scaling_of(
     scale: Tensor | None,  # from `as_scale`, any shape
 ) -> tuple[str, float | None, Tensor | None]:
-    """How to divide by a scale, the scale where that is known without a wait,
+    """Return how to divide by a scale, the scale where that is known without a wait,
     and the reciprocal where multiplying by it is exact: of a power of two."""
     if scale is None: return "none", 1.0, None
     if scale.numel() != 1 or scale.device.type != "cpu":
@@ -509,7 +509,7 @@ plan = lru_cache(4096)(_plan_of)  # where no compiler reads along
 
 # %% ../../nbs/numbers/02_kernels.ipynb #ad5f3d7b
 class Options(NamedTuple):
-    "What a call asks for, as the operator takes it."
+    "The options of a call, as the operator takes them."
     rounding: str  # one of `ROUNDING`
     overflow: str  # one of `OVERFLOW`, or mask: only tell what overflows
     random_bits: int  # of stochastic rounding
@@ -638,7 +638,8 @@ class _Fused(torch.autograd.Function):
 
 # %% ../../nbs/numbers/02_kernels.ipynb #a0ce838c
 def _is_fusible(x: Tensor, key: Any, asked: Options) -> bool:
-    "Whether a call is of the usual kind, and torch compiles exact arithmetic for its device."
+    """Return whether a call is of the usual kind,
+    and torch compiles exact arithmetic for its device."""
     usual = (asked.overflow, asked.multiply, asked.gradient) == (
         "saturate", True, "straight_through"
     )
@@ -664,7 +665,7 @@ class _Estimator(torch.autograd.Function):
 def is_plain(
     *tensors: Tensor | int | None,  # arguments of a call, of any shape
 ) -> bool:
-    "Whether no compiler, mode or subclass is watching."
+    "Return whether no compiler, mode or subclass is watching."
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -677,8 +678,8 @@ def is_plain(
 def is_readable(
     t: Tensor,  # of any shape
 ) -> bool:
-    """Whether a tensor's values may be looked at without waiting:
-    they are a CPU's, and no compiler and no transform is watching."""
+    """Return whether a tensor's values may be read without waiting:
+    it is on a CPU, and no compiler and no transform is watching."""
     return (
         t.device.type == "cpu" and is_plain(t) and not torch._C._are_functorch_transforms_active()
     )

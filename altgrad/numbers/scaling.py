@@ -159,7 +159,7 @@ def nvfp4_scale(
 
 # %% ../../nbs/numbers/04_scaling.ipynb #4980db11
 class AmaxMemory:
-    "What is remembered of a stream of amaxes; subclasses say what by `_enter` and `amax`."
+    "The memory of a stream of amaxes; subclasses define what it keeps by `_enter` and `amax`."
     lags = True  # whether the tensor at hand is scaled by the past alone
     state: Tensor | None = None  # None before the first update
 
@@ -177,7 +177,7 @@ class AmaxMemory:
         self,
         amax: Tensor,  # float, any shape, the same at every update; not entered where infinite or NaN
     ) -> None:
-        "Enters an amax; InputError if its shape is not that of the first."
+        "Enter an amax; InputError if its shape is not that of the first."
         new = amax.detach().float()
         if self.state is None: self.state = self._start(new)
         if new.shape != self.amax.shape:
@@ -276,8 +276,8 @@ class Scaling:
         self,
         amax: Tensor,  # of the tensor at hand; float, any shape, the same at every update
     ) -> None:
-        """Remembers an amax and moves the scale; waits for no device.
-        One that is infinite or NaN changes nothing."""
+        """Remember an amax and move the scale, without a wait for a device;
+        an amax that is infinite or NaN changes nothing."""
         self.memory.update(amax)
         past = self.memory.amax
         new = (compute_scale(past, self.fmt, self.kind) * 2.0**self.margin).clamp(
@@ -296,14 +296,14 @@ class Scaling:
         return before if self.memory.lags else self.scale
 
     def state_dict(self) -> dict:
-        "What a checkpoint needs: the memory's state, the scale, and which recipe they belong to."
+        "Return the state for a checkpoint: memory, scale, and the recipe they belong to."
         return {"recipe": repr(self), "memory": self.memory.state, "scale": self.scale}
 
     def load_state_dict(
         self,
         state: dict,  # from `state_dict` of the same recipe
     ) -> None:
-        "Goes on exactly where `state_dict` was called; InputError if that was another recipe."
+        "Restore what `state_dict` gave, exactly; InputError if that was another recipe."
         if state.get("recipe") != repr(self):
             raise InputError(f"the state is that of {state.get('recipe')}, not of {self!r}")
         self.memory.state, self.scale = state["memory"], state["scale"]
@@ -329,7 +329,7 @@ def spike_response(
     at: int = 50,  # the step of the spike
     elements: int = 4096,  # a tensor
 ) -> dict[str, Tensor]:  # recipe to [steps, 3]: scale, overflow rate, SQNR in dB
-    "How each recipe scales a Gaussian stream with a spike (seed 0)."
+    "Measure how each recipe scales a Gaussian stream with a spike (seed 0)."
     fmt, g = get_format(fmt), torch.Generator().manual_seed(0)
     tensors = torch.randn(steps, elements, generator=g)
     tensors[at] *= size

@@ -92,7 +92,7 @@ def pack_state(
     step: int,  # updates made so far
     **extra: Any,  # further plain values and tensors to keep
 ) -> bytes:
-    """What the next step depends on, in torch's file format:
+    """Return all that the next step depends on, in torch's file format:
     weights, points, optimizers, generators, and `extra`."""
     device = next(model.parameters()).device
     state = {"model": plain_state(model), "formats": _formats(model),
@@ -357,7 +357,7 @@ class Checkpoints:
 
 # %% ../../nbs/training/01_checkpoint.ipynb #033fa1a7
 def _inspect(path: Path, sha256: str | None) -> tuple[str, bytes]:
-    "What is wrong with a file ('' if nothing is), and its content."
+    "Return a file's fault ('' if it has none), and its content."
     if path.exists() and not path.is_file(): return "not a file", b""  # a pipe would be waited for
     try: data = path.read_bytes()
     except OSError as e: return f"not readable ({e.strerror})", b""

@@ -129,7 +129,7 @@ _TOLD = ("beta1", "beta2", "power", "placement", "damping", "floor_octaves", "se
          "storage")
 
 def _settings(c: TrainConfig, lr: float, decay: float) -> RuleSettings:
-    """What the config tells an update rule;
+    """Return the settings that the config tells an update rule;
     `lr` is the rule's peak rate, and `decay` its weight decay."""
     told = {key: getattr(c, key) for key in _TOLD}
     return RuleSettings(fmt=c.format, lr=lr, weight_decay=decay, **told)

@@ -83,7 +83,7 @@ SPLIT_NAMES = {"train": 2**64 - 1, "dev": 0, "val": 0, "validation": 0,
 def _position(
     key: str | bytes,  # what identifies a document: its relative path, or its text
 ) -> int:  # 0 to 2^64 - 1
-    "Where a document falls between validation (low) and train (high)."
+    "Return a document's place between validation (low) and train (high)."
     raw = key.encode("utf-8", "surrogateescape") if isinstance(key, str) else key
     return int.from_bytes(hashlib.sha256(raw).digest()[:8], "big")
 
@@ -379,7 +379,7 @@ def _hub_address() -> tuple[str | None, int]:
 
 # %% ../../nbs/training/00_data.ipynb #7803f789
 def _reachable(host: str | None, port: int, timeout: float = 3.0) -> bool:
-    "Whether somebody listens there; answers within `timeout` seconds."
+    "Return whether somebody listens there, within `timeout` seconds."
     answers = []
     def knock():
         try: socket.create_connection((host, port), timeout).close()
@@ -466,7 +466,7 @@ def _expanded(path: str) -> Path:
 def _source(
     data: str,  # what the user wrote
 ) -> tuple[Documents, int | None]:  # the documents, and the boundary if the source is already split
-    "Where the documents of `data` come from; InputError for what is not in the grammar."
+    "Return the source of the documents of `data`; InputError for what is not in the grammar."
     if data == "stdlib": return _stdlib, None
     kind, _, rest = str(data).partition(":")
     if kind == "path" and rest: return partial(_path, _expanded(rest)), None
@@ -493,7 +493,7 @@ def _slices(
 
 # %% ../../nbs/training/00_data.ipynb #b2f5679a
 def _whole_characters(raw: bytes) -> int:
-    "How many bytes of `raw`, which may end inside a character, are whole UTF-8 characters."
+    "Return how many bytes of `raw`, which may end inside a character, are whole UTF-8 characters."
     last = _character_start(raw, len(raw) - 1)
     return last if last else len(raw)
 
@@ -588,7 +588,7 @@ class Corpus:
     folder: Path = field(repr=False)  # in the cache; holds tokenizer.json if the vocabulary was trained
 
     def facts(self) -> dict:
-        "What a run records about its data, as plain values."
+        "Return the facts that a run records about its data, as plain values."
         python = dict(python=platform.python_version()) if self.name == "stdlib" else {}
         return dict(name=self.name, tokenizer=self.tokenizer, vocab_size=self.vocab_size,
                     hash=self.hash,
@@ -604,7 +604,7 @@ class Corpus:
         return validation_windows(self.val, block_size, windows)
 
     def require(self, block_size: int) -> None:
-        """InputError unless both splits hold a sequence of
+        """Raise an InputError unless both splits hold a sequence of
         `block_size` tokens and its shifted targets."""
         for split, tokens in (("train", self.train), ("validation", self.val)):
             if len(tokens) <= block_size:
@@ -782,7 +782,7 @@ class LabelledCorpus(Corpus):
     def require(self, block_size: int) -> None: "Documents may be shorter than a batch is wide."
 
     def facts(self) -> dict:
-        "What a run records about its data, as plain values."
+        "Return the facts that a run records about its data, as plain values."
         return {**super().facts(), "labels": list(self.labels),
                 "documents": {split: len(bounds) for split, bounds in self.bounds.items()}}
 
@@ -855,7 +855,7 @@ def _nul(corpus: Corpus) -> int | None:
 
 # %% ../../nbs/training/00_data.ipynb #87926df5
 def _bounds(tokens: np.ndarray, nul: int) -> np.ndarray:
-    "Where each document of a split begins and ends."
+    "Return the beginning and the end of each document of a split."
     ends = np.append(np.flatnonzero(np.asarray(tokens) == nul), len(tokens))
     return np.stack([np.append(0, ends[:-1] + 1), ends], 1)
 

@@ -194,7 +194,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 # %% ../../nbs/training/05_experiment.ipynb #6b3d1fef
 def _exit_reason(runs: list[dict[str, Any]]) -> str:
-    "Why the runs of an arm ended; each by its name where they differ."
+    "Return the reason why an arm's runs ended, or each run's by its name where they differ."
     reasons = [run["record"]["exit_reason"] for run in runs]
     if len(set(reasons)) == 1: return reasons[0]
     return "; ".join(f"{run['config']['name']}: {reason}" for run, reason in zip(runs, reasons))

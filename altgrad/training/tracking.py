@@ -75,8 +75,8 @@ def _cpu_name() -> str:
 
 # %% ../../nbs/training/02_tracking.ipynb #08365b6b
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What computed: operating system, processor and its instructions that torch uses,
-    cores, torch's threads, the GPU."""
+    """Describe the machine that computes: operating system, processor and its instructions
+    that torch uses, cores, torch's threads, the GPU."""
     facts = {"system": f"{platform.system()} {platform.machine()}", "cpu": _cpu_name(),
              "capability": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count(),
              "threads": torch.get_num_threads()}
@@ -174,7 +174,7 @@ class StoredRun:
         return list(read_jsonl(self.metrics_file))
 
     def in_use(self) -> bool:
-        "Whether a process writes to it now."
+        "Return whether a process is writing to it."
         if not self.lock_file.is_file(): return False
         with open(self.lock_file, "rb") as file: return not _try_lock(file, exclusive=False)
 
@@ -254,8 +254,8 @@ def _html(run: StoredRun) -> str:
 
 # %% ../../nbs/training/02_tracking.ipynb #d19a8268
 def _try_lock(file: Any, exclusive: bool = True) -> bool:
-    """Whether an open file is locked now, until it is closed;
-    also true where the system has no such locks."""
+    """Try to lock an open file until it is closed, and return whether that was possible;
+    True as well where the system has no such locks."""
     try: import fcntl
     except ModuleNotFoundError: return True
     try: fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -282,7 +282,7 @@ class RunFolder(StoredRun):
     "One run on disk, to be written; that is one process's business."
     @contextmanager
     def lock(self) -> Iterator[None]:
-        "Makes the folder and keeps other processes out of it; InputError where one is in it."
+        "Make the folder and keep other processes out of it; InputError where one is in it."
         make_folder(self.path)
         try: file = open(self.lock_file, "ab")
         except OSError as e: raise InputError(f"cannot create {self.path}: {e.strerror}") from None
@@ -292,21 +292,21 @@ class RunFolder(StoredRun):
             yield
 
     def check(self, config: dict) -> bool:
-        """Whether this very run is here already; InputError if another one is,
+        """Return whether this very run is here already; InputError if another one is,
         if it is in use, or if none can be."""
         return _is_here(self, config)
 
     def create(self, config_text: str) -> None:
-        "Makes the folder with its config; InputError if that is not possible."
+        "Make the folder with its config; InputError if that is not possible."
         make_folder(self.path)
         write_atomic(self.config_file, config_text)
 
     def write_record(self, record: dict[str, Any]) -> None:
-        "Replaces run.json."
+        "Replace run.json."
         write_atomic(self.record_file, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
     def whole_steps(self) -> int:
-        "How many steps metrics.jsonl holds from the first on, without a gap and without damage."
+        "Count the steps in metrics.jsonl from the first on, without a gap and without damage."
         return len(_line_ends(self.metrics_file))
 
     def log_hash(
@@ -322,7 +322,7 @@ class RunFolder(StoredRun):
         self,
         steps: int,  # at most `whole_steps()`
     ) -> None:
-        "Drops the lines after `steps`, which a continued run will write again."
+        "Drop the lines after `steps`, which a continued run will write again."
         try:
             with open(self.metrics_file, "ab") as file:
                 file.truncate([0, *_line_ends(self.metrics_file)][steps])
@@ -393,8 +393,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 # %% ../../nbs/training/02_tracking.ipynb #2d7b2ad6
 def _line_ends(path: Path) -> list[int]:
-    """Where the lines of the steps 1, 2, 3 ...
-    end, in bytes, as far as each is whole and in its place."""
+    """Return the ends of the lines of the steps 1, 2, 3 ... in bytes,
+    as far as each line is whole and in its place."""
     ends: list[int] = []
     at = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
@@ -467,7 +467,7 @@ def _open_wandb(mirror: "Mirror") -> Any:
 
 # %% ../../nbs/training/02_tracking.ipynb #fe6ea1ad
 def first_line(e: BaseException) -> str:
-    "What an error says, in one line; its kind if it says nothing."
+    "Return an error's message in one line; its kind if it has none."
     first, *rest = (str(e).strip() or type(e).__name__).splitlines()
     return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
 
@@ -561,7 +561,7 @@ def _wandb_pieces(data: bytes) -> Iterator[bytes]:
 def read_wandb(
     folder: Path | str,  # a run's folder
 ) -> list[dict[str, Any]]:  # one a wandb folder, by time: id, name, config, rows (step -> metric -> number), alerts
-    "What the offline mirror of a run holds."
+    "Read the offline mirror of a run."
     from wandb.proto import wandb_internal_pb2 as pb
 
     parts = []

@@ -169,7 +169,7 @@ def resolve_compute_dtype(
 
 # %% ../../nbs/training/04_trainer.ipynb #fd8062dd
 class Compute:
-    "Where a run computes, in which precision, and whether compiled: the same in every process."
+    "The device and precision of a run, and whether it is compiled: the same in every process."
     def __init__(self, c: TrainConfig): agree(self._resolve, c)
 
     def _resolve(self, c: TrainConfig) -> tuple[Any, ...]:
@@ -501,7 +501,7 @@ class Watch:
 
     @property
     def measures(self) -> bool:
-        "Whether the monitors look into this step."
+        "Return whether the monitors look into this step."
         return bool(self.monitors and self.monitors.active)
 
     def start(self) -> None:
@@ -536,7 +536,7 @@ class Watch:
         return row | ({"events": told} if told else {})
 
     def check(self, row: dict[str, Any]) -> None:
-        "EarlyStop where the last `converge_window` evaluations say that learning is over."
+        "Raise EarlyStop where the last `converge_window` evaluations say that learning is over."
         window = self.config.converge_window
         if window is None or "val_loss" not in row or len(self.evaluations) < window: return
         steps, losses = zip(*self.evaluations[-window:])

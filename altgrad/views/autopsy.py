@@ -38,7 +38,7 @@ def leaves_range(
     series: list[tuple[int, float]],  # step and value, in order
     limit: float,
 ) -> tuple[int, float] | None:  # the step, and the median from there on
-    "Where a series goes beyond its limit and stays there for `PATIENCE` values."
+    "Find where a series goes beyond its limit and stays there for `PATIENCE` values."
     streak = 0
     for i, (_, v) in enumerate(series):
         streak = streak + 1 if v > limit else 0
@@ -56,7 +56,7 @@ def out_of_range(
     rows: list[dict[str, Any]],  # of metrics.jsonl
     limits: dict[str, float],  # quantity -> limit
 ) -> list[Finding]:  # in order of steps, and within a step the furthest beyond its limit first
-    """What left its range: one finding a quantity and layer;
+    """List what left its range: one finding for each quantity and layer;
     the whole model's rate only where no layer has its own."""
     everything = dict.fromkeys(chain.from_iterable(rows))
     names = [name for name in everything if parse_metric(name).quantity in limits]
@@ -97,7 +97,7 @@ def symptoms(
     rows: list[dict[str, Any]],  # of metrics.jsonl
     twin: dict[int, float] | None = None,  # step -> loss of a healthy run
 ) -> list[Finding]:
-    "What the loss showed, in order of steps."
+    "List what the loss showed, in order of steps."
     alarms = Alarms()
     found: list[Finding] = []
     for row in rows:
@@ -219,7 +219,7 @@ def advice(
     what: str,  # a key of `ADVICE`, or another quantity
     config: Mapping[str, Any],  # of the run
 ) -> tuple[str, str]:  # where it acts, and what to try
-    "What may help against a finding, without what the run has already."
+    "Return what may help against a finding, without what the run has already."
     unknown = ("unknown", (Remedy("the limit of this quantity and the layer's format"),), "")
     where, remedies, note = ADVICE.get(what, unknown)
 
@@ -236,7 +236,7 @@ def advice(
 # %% ../../nbs/views/02_autopsy.ipynb #083f385f
 @dataclass(frozen=True)
 class Autopsy:
-    "What was found in a run."
+    "The findings about a run."
     run: StoredRun
     rows: list[dict[str, Any]]
     causes: list[Finding]  # out of range, and events of the run itself, in order of steps
@@ -246,7 +246,7 @@ class Autopsy:
 
     @property
     def first(self) -> Finding | None:
-        "What left its range first; where nothing did, what the loss showed first."
+        "The earliest finding; a cause comes before a symptom of the same step."
         return min([*self.causes, *self.symptoms], key=attrgetter("step"), default=None)
 
     def __str__(self) -> str: return "\n".join(_report(self))
@@ -303,7 +303,7 @@ def autopsy(
 
 # %% ../../nbs/views/02_autopsy.ipynb #41a1208f
 class Lead(Enum):
-    "When a finding came, beside what the loss showed; the text of each outcome."
+    "The time of a finding relative to what the loss showed; the text of each outcome."
     UNSEEN = ""  # the loss shows nothing
     BEFORE = ", {steps} steps before the loss showed it"
     WITH = ", as the loss showed it"
@@ -321,7 +321,7 @@ def lead_of(
 
 # %% ../../nbs/views/02_autopsy.ipynb #ba80a140
 class Diagnosis(Enum):
-    "What an autopsy found; the text of each outcome."
+    "The verdict of an autopsy; the text of each outcome."
     HEALTHY = "nothing left its range, and the loss shows no illness"
     UNFELT = "the loss shows no illness"  # though something left its range
     ILL = ""

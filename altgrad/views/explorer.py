@@ -244,7 +244,7 @@ def view_grid(
 def view_codes(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
-    "How often each code is used, from the most negative value to the most positive."
+    "Draw how often each code is used, from the most negative value to the most positive."
     ax.set(xlim=(-1, 1), ylim=(0, 1.05), yticks=[], ylabel="uses, over the largest",
            xlabel="code, by value")
     ax.set_xticks([-1, 0, 1], ["min", "0", "max"])
@@ -266,7 +266,7 @@ def view_codes(
 def view_error(
     ax: Any,  # matplotlib axes, empty
 ) -> tuple[Callable[[Seen], None], list]:  # an update, and the artists that it moves
-    """How far each element is moved, over its size: one dot an element;
+    """Draw how far each element is moved, relative to its size: one dot an element;
     2^0 is an element that became zero."""
     def points(seen: Seen) -> tuple[Tensor, Tensor, str]:
         over, under = 100 * seen.stats.overflow_rate, 100 * seen.stats.underflow_rate
@@ -333,7 +333,7 @@ VIEWS: dict[str, View] = {"grid": view_grid, "codes": view_codes, "error": view_
 
 # %% ../../nbs/views/04_explorer.ipynb #79ed86c0
 def _difference(setting: Setting, others: list[Setting]) -> str:
-    "What tells a setting from others; its format in any case."
+    "Name what sets a setting apart from others; its format in any case."
     told = [f.name for f in fields(Setting) if f.name == "format"
             or len({getattr(s, f.name) for s in others}) > 1]
     return ", ".join(f"shift {setting.shift:+d}" if name == "shift"

@@ -31,7 +31,7 @@ def find_runs(
 
 # %% ../../nbs/views/05_page.ipynb #88349924
 class RunView(NamedTuple):
-    "What the page shows of a run."
+    "The facts of a run that the page shows."
     name: str
     format: str  # empty without one
     state: str  # from `state_of`

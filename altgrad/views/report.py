@@ -76,7 +76,7 @@ def seeds_text(result: Comparison) -> str:
 
 # %% ../../nbs/views/00_report.ipynb #d2bd04a3
 def gap_line(result: Comparison) -> str:
-    """What the gaps are and when they are noise; with one seed,
+    """Say what the gaps are and when they are noise; with one seed,
     why there are none. Empty for one arm."""
     if len(result.arms) == 1: return ""
     if len(result.seeds) == 1:
@@ -165,7 +165,7 @@ def _by_value(counts: list[int], name: str) -> list[int]:
 
 # %% ../../nbs/views/00_report.ipynb #1f4f7981
 def finding(result: Comparison) -> str:
-    """What a comparison shows, in one sentence:
+    """Say in one sentence what a comparison shows:
     which arms differ from the baseline by more than noise."""
     base = result.baseline["config"]["name"]
     if len(result.seeds) == 1:
@@ -227,7 +227,7 @@ def _plot_gaps(ax: Any, result: Comparison) -> None:
 
 # %% ../../nbs/views/00_report.ipynb #b74ebb91
 def _plot_histogram(ax: Any, arm: dict[str, Any], look: dict[str, Any]) -> None:
-    "How often the final weights use each code."
+    "Draw how often the final weights use each code."
     name = arm["config"]["format"] or "none"
     counts = arm["record"].get("bit_histogram") or [0] * 256
     if sum(counts):

@@ -139,7 +139,7 @@ def _numbers(rows: list[dict[str, Any]], steps: int) -> Table:
 
 # %% ../../nbs/views/01_watch.ipynb #3fdbcc64
 def _ranges(row: dict[str, Any], limits: dict[str, float], most: int = 8) -> Table:
-    "What is nearest to its limit, or beyond it."
+    "Return a table of the metrics that are nearest to their limits, or beyond them."
     table = Table.grid(padding=(0, 2))
     for name, v, limit in worst(row, limits)[:most]:
         style = "bold red" if v > limit else "dim"
@@ -319,7 +319,7 @@ def _loss_panel(fig: Any, ax: Any, rows: list[dict[str, Any]], color: str) -> No
     for step in acts[:20]: ax.axvline(step, color="C3", lw=0.5)
 
 def _acted(row: dict[str, Any]) -> bool:
-    "Whether more than a warning happened in a step."
+    "Return whether more than a warning happened in a step."
     return any(e.get("kind") != "warning" for e in row.get("events", ()))
 
 # %% ../../nbs/views/01_watch.ipynb #d3ff2cba
@@ -342,7 +342,7 @@ def _heat_panel(fig, ax, rows: list[dict[str, Any]], names: list[str], title: st
 
 # %% ../../nbs/views/01_watch.ipynb #fce1e4b2
 def _code_panel(fig, ax, run: StoredRun, color: str) -> None:
-    "How often each code is used: over the steps where that was measured, else at the end."
+    "Draw how often each code is used: over the steps where that was measured, else at the end."
     none = np.empty(0), np.empty((0, 0))
     steps, counts = next(
         (s for name, s in read_histograms(run.series_folder).items() if "/weight/" in name), none

@@ -94,7 +94,7 @@ FROM_SUMS = (
 # %% ../../nbs/watching/00_metrics.ipynb #905780a9
 @dataclass(frozen=True)
 class Codes:
-    "How many elements of a rounded tensor have each code, as the formulas of `FROM_CODES` see it."
+    "The counts of a rounded tensor's codes, as the formulas of `FROM_CODES` see them."
     counts: np.ndarray  # [codes], elements with each code
     values: np.ndarray  # [codes], what each code means; NaN or infinite where it is no number
 

@@ -181,7 +181,7 @@ def health_metrics(
 # %% ../../nbs/watching/04_monitors.ipynb #574358e0
 @dataclass(frozen=True)
 class Measurement:
-    "What one step was like."
+    "The measurements of one step."
     step: int
     values: dict[str, float] = field(default_factory=dict)  # path to value, NaN where not defined
     histograms: dict[str, np.ndarray] = field(default_factory=dict)  # path to counts by code
@@ -219,7 +219,7 @@ class Monitors:
         self.active = False
 
     def begin(self, step: int) -> None:
-        "Before the forward pass of a step, counted from 1."
+        "Begin to watch, before the forward pass of a step, counted from 1."
         self.step, self.active = step, step % self.every == 0 or step == 1
         if not self.active: return
         self.parcel, self.formats = Parcel(), self.points.formats
@@ -230,11 +230,11 @@ class Monitors:
     def _is_due(self, every: int) -> bool: return self.step == 1 or self.step % every < self.every
 
     def gradients(self) -> None:
-        "After the backward pass, before clipping."
+        "Measure the gradients, after the backward pass and before clipping."
         if self.active: self.of_gradients.measure(self.parcel)
 
     def end(self) -> Measurement:
-        "After the optimizer's step; empty if this step is not measured."
+        "Return the measurements, after the optimizer's step; empty if this step is not measured."
         if not self.active: return Measurement(getattr(self, "step", 0))
         self.attention.stop(self.parcel)
         self.points.stop(self.parcel)
@@ -246,13 +246,13 @@ class Monitors:
         return Measurement(self.step, values, histograms)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs, as plain tensors: where weights began,
-        and which neurons are silent since when."""
+        """Return the state for a checkpoint, as plain tensors: where weights began,
+        and which neurons have been silent since when."""
         origin = {name: list(o) for name, o in self.updates.origin.items()}
         return {"origin": origin, "silent": dict(self.of_gradients.silent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Goes on where `state_dict` was called."
+        "Restore what `state_dict` gave."
         self.updates.origin = {name: Origin(*o) for name, o in state["origin"].items()}
         self.of_gradients.silent = dict(state["silent"])
 

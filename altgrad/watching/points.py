@@ -81,7 +81,7 @@ def plot_histogram_over_time(
 def _of_all(
     points: Mapping[Any, Quantizer], found: dict[Any, Tensor], mean: bool = False
 ) -> dict[Any, Tensor]:
-    "What was found, with what the other processes of the run found in their parts."
+    "Return what was found, with what the other processes of the run found in their parts."
     keys = [key for key in found if points[key].parted]
     parts = [found[key] / world() if mean else found[key] for key in keys]
     return found | dict(zip(keys, total(parts)))
@@ -118,7 +118,7 @@ def grid_distances(
 
 # %% ../../nbs/watching/02_points.ipynb #e41f8446
 class Writes(NamedTuple):
-    "What the writes of a weight on a grid did, in the order in which the storage counts."
+    "The counts of what the writes of a weight on a grid did, in the order of the storage."
     weights: Any  # a number or a tensor, like all of them
     overflows: Any
     underflows: Any
@@ -130,12 +130,12 @@ def writes_since(
     before: Tensor,  # a copy of `how["counts"]` of the weight
     w: GridTensor,
 ) -> Writes:
-    "What was written since then."
+    "Count what was written since then."
     return Writes(*(w.how["counts"] - before).unbind())
 
 # %% ../../nbs/watching/02_points.ipynb #bf351f23
 class PointCounts:
-    "What the points of a model round between `start` and `stop`; micro-batches are added up."
+    "The counts of what a model's points round between `start` and `stop`; micro-batches add up."
     def __init__(self, model: nn.Module):
         self.points = quantizers(model)
         weights = {name: m.weight.data for name, m in quantized_layers(model)}
@@ -147,7 +147,7 @@ class PointCounts:
         return {key: q.format for key, q in self.points.items()}
 
     def start(self, histogram: bool) -> None:
-        "Begins to watch; with `histogram` also counts codes."
+        "Begin to watch; with `histogram` count codes as well."
         self.histogram = histogram
         self.sums: dict[Any, Tensor] = {}
         self.scales: dict[Any, Tensor] = {}
@@ -159,7 +159,7 @@ class PointCounts:
     def _round(
         self, key: tuple[str, str], x: Tensor, scale: Tensor, random: int | Tensor | None
     ) -> Tensor:
-        "What the point would return."
+        "Return what the point would return, and enter its sums."
         y, sums = round_and_sum(x.detach(), self.points[key].precision, scale, random)
         self._enter(key, x.detach(), y, scale, sums)
         return y
@@ -167,7 +167,7 @@ class PointCounts:
     def _enter(
         self, key: tuple[str, str], x: Tensor, y: Tensor, scale: Tensor, new: Tensor
     ) -> None:
-        "Takes one rounding; micro-batches are merged, of scales and samples the last is kept."
+        "Enter one rounding; micro-batches are merged, of scales and samples the last is kept."
         old, s = self.sums.get(key), sample_scale(scale, x.shape)
         self.sums[key] = new if old is None else merge_sums(old + new, torch.maximum(old, new))
         self.scales[key] = scale.float().mean()
@@ -177,7 +177,7 @@ class PointCounts:
             self.codes[key] = self.codes.get(key, 0) + codes
 
     def stop(self, parcel: Parcel) -> None:
-        "Ends watching and puts everything into the parcel."
+        "End watching and put everything into the parcel."
         for q in self.points.values(): q.probe = None
         self.sums = _sums_of_all(self.points, self.sums)
         self.scales = _of_all(self.points, self.scales, mean=True)
@@ -190,7 +190,7 @@ class PointCounts:
         for key, distance in distances.items(): parcel["distance", *key] = distance
 
     def _enter_grid(self, name: str) -> None:
-        "A weight on the grid: its values, and what its writes lost."
+        "Enter a weight on the grid: its values, and what its writes lost."
         grid, key = self.on_grid[name], (name, "weight")
         w, s = grid.dequantize(), grid.scale
         sums = rounding_sums(w, w, s, self.points[key].format)
@@ -261,7 +261,7 @@ def point_metrics(
 def bit_histogram(
     model: nn.Module,  # with at least one quantized layer, else the counts are all zero
 ) -> list[int]:  # 256 counts, in code order
-    """How many finite quantized weights have each code:
+    """Count the finite quantized weights that have each code:
     of wider codes the top 8 bits, narrower ones at the top."""
     count = torch.zeros(256, dtype=torch.int64)
     for _, layer in quantized_layers(model):

@@ -80,7 +80,7 @@ def _listed(folder: Path) -> dict[str, str] | None:
 
 # %% ../../nbs/watching/05_series.ipynb #58712cf5
 def _part_fault(path: Path, sha: str) -> str:
-    "What is wrong with a listed part; empty if nothing is."
+    "Return the fault of a listed part; empty if it has none."
     if path.exists() and not path.is_file(): return "not a file"  # a pipe would be waited for
     try: data = path.read_bytes()
     except OSError as e: return f"not readable ({e.strerror})"

@@ -119,7 +119,7 @@ def _compiled(body: Callable, device: str) -> Callable:
 
 # %% ../../nbs/watching/01_sums.ipynb #f03d6a11
 def _takes_compiler(x: Tensor) -> bool:
-    "Whether a pass over a tensor of this size, on this device, is compiled."
+    "Return whether a pass over a tensor of this size, on this device, is compiled."
     path = K.state["path"]
     if path == "compiled": return True
     return path == "auto" and x.numel() >= _FROM and x.device.type in K.STRICT
@@ -128,7 +128,7 @@ def _takes_compiler(x: Tensor) -> bool:
 def _pass(
     body: Callable, compiled: bool, parts: Sequence[Tensor], rest: Sequence[Tensor]
 ) -> Tensor:
-    "What `body` gives for one piece, and the number of its elements, in float64."
+    "Return what `body` gives for one piece, and the number of its elements, in float64."
     first, found = parts[0], None
     if compiled: found = K.attempt(lambda: _compiled(body, first.device.type)(*parts, *rest))
     if found is None: found = body(*parts, *rest)
@@ -159,7 +159,7 @@ def sums_in_pieces(
 
 # %% ../../nbs/watching/01_sums.ipynb #01d42354
 def compiles() -> bool:
-    "Whether passes are compiled: not where the path is eager, or where compiling has failed."
+    "Return whether passes are compiled: not where the path is eager, or compiling has failed."
     ones, one = torch.ones(_FROM), torch.ones(())
     sums_in_pieces(_rounding_sums, (ones, ones), (one, one, torch.ones(2)))
     return K.state["path"] != "eager" and not K.state["broken"]
@@ -197,7 +197,7 @@ def _fused(how: K.How) -> Callable:
 
 # %% ../../nbs/watching/01_sums.ipynb #858446f8
 def _worth_fusing(x: Tensor, p: Precision, scale: Tensor) -> bool:
-    "Whether rounding and sums can be one compiled pass."
+    "Return whether rounding and sums can be one compiled pass."
     if scale.dim() or p.rounding == "stochastic" or not x.is_contiguous(): return False
     return _takes_compiler(x) and not K.state["broken"] and x.device.type in K.STRICT
 
@@ -266,7 +266,7 @@ def code_counts(
     scale: Tensor,  # broadcastable to `y`
     fmt: FP8Format,
 ) -> Tensor:  # int64 [256]; of formats with more bits, by the top 8
-    """How many elements of a rounded tensor have each code;
+    """Count the elements of a rounded tensor that have each code;
     of a large tensor, elements at equal distances."""
     every = max(1, y.numel() // COUNTED)
     s = scale.expand(y.shape).reshape(-1)[::every] if scale.dim() else scale

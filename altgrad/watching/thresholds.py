@@ -30,7 +30,7 @@ from .monitors import Measurement
 # %% ../../nbs/watching/06_thresholds.ipynb #230e1ac5
 @dataclass(frozen=True)
 class Thresholds:
-    """Where metrics leave their healthy range; None switches a warning off.
+    """The limits of the metrics' healthy ranges; None switches a warning off.
     InputError for what is not a number."""
     overflow_rate: float | None = 0.01  # of a tensor's elements, above
     underflow_rate: float | None = 0.01  # above
@@ -110,7 +110,7 @@ def rise_of(
     return slope * len(y) / (abs(float(np.mean(y))) or 1.0), slope > 3 * error
 
 def diverges(losses: Iterable[float], rise: float) -> bool:
-    "Whether losses at equal distances surely rise by more than the share `rise` of their mean."
+    "Return whether equally spaced losses surely rise by more than the share `rise` of their mean."
     share, surely = rise_of(losses)
     return surely and share > rise
 
@@ -120,8 +120,8 @@ def converged(
     losses: Iterable[float],  # at least three; the window that is judged
     tolerance: float = 0.002,  # smallest fall worth waiting for, as a share of the loss
 ) -> bool:
-    """Whether as many steps again should lower the loss by less than `tolerance`,
-    with two standard errors of hope."""
+    """Return whether as many steps again should lower the loss by less than `tolerance`,
+    even if the fall is steeper by two standard errors."""
     t, y = list(steps), list(losses)
     slope, error = trend(y, t)
     fall = -(slope - 2 * error) * (t[-1] - t[0])
@@ -129,7 +129,7 @@ def converged(
 
 # %% ../../nbs/watching/06_thresholds.ipynb #a73815be
 class Alarms:
-    "Watches measurements and losses, and tells when a line is crossed."
+    "A watch over measurements and losses that tells when a line is crossed."
     def __init__(self, thresholds: Thresholds = Thresholds()):
         self.thresholds = thresholds
         self.ringing: set[str] = set()  # paths that are beyond their line
@@ -154,7 +154,7 @@ class Alarms:
         return [alert for alert in found if alert]
 
     def _judge(self, step: int, path: str, value: float) -> Alert | None:
-        """An alert if a metric of one layer crosses its line;
+        """Return an alert if a metric of one layer crosses its line;
         ranks are compared with what they were."""
         parts = path.split("/")
         if len(parts) < 3 or parts[1] == "all" or math.isnan(value): return None
@@ -164,20 +164,20 @@ class Alarms:
         return self._ring(step, path, value, limit, value > limit if below else value < limit)
 
     def _ring(self, step: int, path: str, value: float, limit: float, beyond: bool) -> Alert | None:
-        "An alert if the alarm was silent before."
+        "Return an alert if the alarm was silent before."
         new = beyond and path not in self.ringing
         if beyond: self.ringing.add(path)
         else: self.ringing.discard(path)
         return Alert(step, path, value, limit) if new else None
 
     def state_dict(self) -> dict[str, Any]:
-        "What a checkpoint needs, as plain values."
+        "Return the state for a checkpoint, as plain values."
         return {
             "ringing": sorted(self.ringing), "first": dict(self.first), "losses": list(self.losses)
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Goes on where `state_dict` was called."
+        "Restore what `state_dict` gave."
         self.ringing, self.first = set(state["ringing"]), dict(state["first"])
         self.losses.clear()
         self.losses.extend(state["losses"])
@@ -260,7 +260,7 @@ def _neighbours(model: nn.Module, exponent_bits: int) -> dict[str, str]:
 
 # %% ../../nbs/watching/06_thresholds.ipynb #e72872a1
 class Interventions:
-    "Acts on a run when its measurements ask for it."
+    "The actions on a run when its measurements ask for them."
     def __init__(
         self,
         model: nn.Module,
@@ -279,7 +279,7 @@ class Interventions:
         self.moved: dict[str, str] = {}  # layer to the spec of the format that a move gave it
 
     def act(self, step: int, finite: bool, m: Measurement) -> list[Event]:
-        "Acts after a step, given whether loss and gradient were finite, and what was measured."
+        "Act after a step, given whether loss and gradient were finite, and what was measured."
         fits = "fit_gradients" in self.kinds
         events = _fit_gradients(self.model, step, m, self.thresholds.overflow_rate) if fits else []
         stall = m.values.get("updates/all/bit_stall_rate", math.nan)
@@ -294,7 +294,7 @@ class Interventions:
         return events + self._move(step, -1, why)
 
     def _move(self, step: int, exponent_bits: int, why: str) -> list[Event]:
-        "Moves a bit of all weights' formats."
+        "Move a bit of all weights' formats."
         new = _neighbours(self.model, exponent_bits)
         if not new: return []
         set_weight_format(self.model, self.optimizers, new)
@@ -304,10 +304,10 @@ class Interventions:
         return [Event(step, "move_bit", "all", why, "weights in " + ", ".join(names))]
 
     def state_dict(self) -> dict[str, Any]:
-        "What a checkpoint needs, as plain values."
+        "Return the state for a checkpoint, as plain values."
         return {key: getattr(self, key) for key in ("bad", "stalled", "last", "moved")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Goes on where `state_dict` was called, before weights and optimizers are loaded."
+        "Restore what `state_dict` gave, before weights and optimizers are loaded."
         for key, value in state.items(): setattr(self, key, value)
         set_weight_format(self.model, self.optimizers, self.moved)

@@ -82,7 +82,7 @@ def _rate(count: int, of: int) -> float | None: return count / of if of else Non
 
 # %% ../../nbs/watching/03_updates.ipynb #c637bbf1
 class WeightMonitor:
-    """Counts what an optimizer step did to the quantized weights;
+    """A monitor of what each optimizer step does to the quantized weights;
     call `measure` once after each step."""
     def __init__(self, model: nn.Module):
         self.layers = [layer for _, layer in quantized_layers(model)]
@@ -91,7 +91,7 @@ class WeightMonitor:
     @staticmethod
     @torch.no_grad()
     def _state(layer: Quantized) -> tuple[Tensor, Tensor]:
-        """What the next measurement compares with: counts of a grid,
+        """Return what the next measurement compares with: counts of a grid,
         or the weight; and its rounded value."""
         w = layer.weight
         if isinstance(w, GridTensor): return w.how["counts"].clone(), w.dequantize()
@@ -99,7 +99,7 @@ class WeightMonitor:
 
     @torch.no_grad()
     def measure(self) -> dict[str, float | None]:
-        """`overflow_rate`, `underflow_rate` and `bit_stall_rate` since the last call;
+        """Return `overflow_rate`, `underflow_rate` and `bit_stall_rate` since the last call;
         None where nothing was counted."""
         total = torch.zeros(len(Writes._fields), dtype=torch.int64)
         for i, layer in enumerate(self.layers):
@@ -116,7 +116,7 @@ class WeightMonitor:
 
 # %% ../../nbs/watching/03_updates.ipynb #0ea68fce
 class UpdateSums(NamedTuple):
-    "What a step did to the weights of a layer."
+    "The counts of what a step did to the weights of a layer."
     updates: Any  # a number or a tensor, like all of them
     flips: Any
     sign_changes: Any
@@ -147,7 +147,7 @@ def update_sums(
     scale_after: Tensor,  # broadcastable to the weights
     fmt: FP8Format,
 ) -> Tensor:  # float64: `UpdateSums`
-    "What a step did to weights that are rounded to nearest at their use."
+    "Count what a step did to weights that are rounded to nearest at their use."
     grid, facts = K.grid_of(fmt, torch.float32)
     how = K.How(rounding="nearest", overflow="saturate", random_bits=24, multiply=False,
                 scaling="none", out=torch.float32, clip=False, **facts)
@@ -192,7 +192,7 @@ def _weight_now(m: Quantized) -> _Weight:
 
 # %% ../../nbs/watching/03_updates.ipynb #5f2b1d8e
 class Origin(NamedTuple):
-    "Where the sampled weights of a layer were when the run began."
+    "The sampled weights of a layer as they were when the run began."
     codes: Tensor  # their code coordinates under the scale
     scale: Tensor
 
@@ -232,14 +232,14 @@ def _sizes(fmt: FP8Format, samples: list[_Sample], origins: list[Origin]) -> Ten
 
 # %% ../../nbs/watching/03_updates.ipynb #5729a47c
 class UpdateCounts:
-    "What an optimizer step does to the quantized weights of a model, between `start` and `stop`."
+    "The counts of what optimizer steps do to a model's quantized weights, from `start` to `stop`."
     def __init__(self, model: nn.Module):
         self.layers = dict(quantized_layers(model))
         self.origin: dict[str, Origin] = {}
 
     @torch.no_grad()
     def start(self) -> None:
-        "Keeps the weights as they are."
+        "Keep the weights as they are."
         self.old: dict[str, _Weight] = {}
         self.counts: dict[str, Tensor] = {}
         for name, m in self.layers.items():
@@ -250,7 +250,7 @@ class UpdateCounts:
 
     @torch.no_grad()
     def stop(self, parcel: Parcel, decay: Mapping[int, float] = {}) -> None:  # noqa: B006
-        "Compares, and puts everything into the parcel; `decay` is from `decay_rates`."
+        "Compare, and put everything into the parcel; `decay` is from `decay_rates`."
         samples = {name: self._compare(name, parcel, decay) for name in self.layers}
         formats = {name: m.weight_format for name, m in self.layers.items()}
         for fmt, names in by_format(formats).items():
@@ -260,7 +260,7 @@ class UpdateCounts:
         del self.old
 
     def _compare(self, name: str, parcel: Parcel, decay: Mapping[int, float]) -> _Sample:
-        "The sums of one layer into the parcel; its sample."
+        "Put the sums of one layer into the parcel, and return its sample."
         m, old, now = self.layers[name], self.old[name], _weight_now(self.layers[name])
         w, fmt = m.weight.data, m.weight_format
         grid = w if isinstance(w, GridTensor) else None
@@ -268,7 +268,7 @@ class UpdateCounts:
         if grid is not None: sums = _as_written(sums, writes_since(self.counts[name], grid))
         parcel["updates", name, fmt, grid is not None] = torch.stack(sums)
 
-        nearest = grid is not None and grid.how["rounding"] == "nearest"
+        nearest = grid is not None and grid.kind.rounding == "nearest"
         shrink = decay.get(id(m.weight), 0.0) if nearest else 0.0
         scale = sample_scale(old.scale, now.values.shape)
         found = _Sample(sample(old.values), sample(now.values), scale, shrink)
