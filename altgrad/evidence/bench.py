@@ -267,7 +267,7 @@ def card_of(
         "step_ms": step_times(
             [trial.arms["rule"], trial.arms["rival"], trial.arms["master"]], bench.task
         ),
-        "flips": statistics.fmean(row["flips"] for row in ends["rule"]),
+        "moved": any(row["travel"] for row in ends["rule"]),
         "rows": {role: [row["run"] for row in rows] for role, rows in ends.items()},
         "checkpoints": list(protocol.confirm),
         "corpus_sha": bench.corpus(protocol.corpus).hash,
@@ -292,8 +292,10 @@ def sentence(
     "The verdict of a card in words."
     what = f"{card['rule'].partition('@')[0]} in {card['storage']} {card['format']}"
     runs, lost = len(card["checkpoints"]), card["diverged"]["rule"]
-    if lost: return f"{what} diverges in {lost} of {runs} confirming runs at its best rate."
-    if not card["flips"]: return f"{what} never moves a weight: every update is rounded away."
+    if not card["moved"]: return f"{what} never moves a weight: every update is rounded away."
+    if lost:
+        return (f"{what} diverges in {lost} of {runs} confirming runs at its best rate: it ends "
+                "above the model that it began with.")
     bits = card["bits"]
     text = _TEXTS[Verdict(card["verdict"])].format(
         what=what, bits=bits["rule"], all=bits["master"], more=card["more_checkpoints"],
@@ -345,7 +347,10 @@ def plot_card(
         ax.axvline(0, color=INK, lw=1)
         ax.set_yticks(range(len(ROLES) - 1), list(ROLES.values())[:-1])
         ax.invert_yaxis()
-        ax.set(xlabel="nats above AdamW with FP32 master weights", title=textwrap.fill(sentence(card), 80))
+        ax.set(
+            xlabel="nats above AdamW with FP32 master weights",
+            title=textwrap.fill(sentence(card), 80),
+        )
     return fig
 
 # %% ../../nbs/evidence/06_bench.ipynb #8e5ab87f
