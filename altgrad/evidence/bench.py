@@ -34,7 +34,7 @@ from .sweep import Loss, Matrix, Sweep
 # %% ../../nbs/evidence/06_bench.ipynb #52127759
 @dataclass(frozen=True)
 class Protocol:
-    "What all runs of a bench have in common."
+    "The parts of a bench that all runs share."
     name: str
     tune: tuple[str, ...]  # checkpoints that tune, each with one seed
     confirm: tuple[str, ...]  # checkpoints that confirm: the unit of the statistics
@@ -80,7 +80,7 @@ def interval(
 
 # %% ../../nbs/evidence/06_bench.ipynb #3264c001
 class Verdict(Enum):
-    "What can be said of a rule beside another."
+    "A verdict on a rule beside another."
     BEATS = "beats"
     LOSES = "loses to"
     TIES = "ties with"
@@ -102,7 +102,7 @@ def checkpoints_needed(
     differences: Iterable[float],  # that decide nothing yet
     margin: float = 0.01,  # nats
 ) -> int:  # more than there are
-    "How many more checkpoints would decide, if mean and spread stay as they are."
+    "The number of further checkpoints that would decide, if mean and spread stay as they are."
     from scipy.stats import t
 
     found = list(differences)
@@ -226,56 +226,52 @@ class Trial(Sweep):
         return found
 
     def below(self, role: str, other: str) -> list[float]:
-        "How far a role ends below another, in nats, one a checkpoint."
+        "The distances by which a role ends below another, in nats, one a checkpoint."
         pairs = zip(self.confirmed(role), self.confirmed(other))
         return [b["val_loss"] - a["val_loss"] for a, b in pairs]
 
 # %% ../../nbs/evidence/06_bench.ipynb #7b5a293c
+def _found(trial: Trial) -> dict[str, Any]:
+    "The numbers of a card."
+    gain, in_fp32 = trial.below("rule", "rival"), trial.below("rule_fp32", "rival_fp32")
+    beyond = [a - b for a, b in zip(gain, in_fp32)]
+    to_master, margin = trial.below("rule", "master"), trial.protocol.margin
+    measured = {role: trial.arms[role] for role in ("rule", "rival", "master")}
+    return {
+        "gain": interval(gain)._asdict(), "difference_of_gains": interval(beyond)._asdict(),
+        "below_master": interval(to_master)._asdict(),
+        "verdict": decide(to_master, margin).value,
+        "more_checkpoints": checkpoints_needed(to_master, margin),
+        "bits": {role: bits_a_weight(arm, trial.bench) for role, arm in measured.items()},
+        "step_ms": step_times(list(measured.values()), trial.bench.task),
+    }
+
+def _runs(trial: Trial) -> dict[str, Any]:
+    "The runs under a card's numbers."
+    found, ends = trial.plan().found, {role: trial.confirmed(role) for role in trial.arms}
+    tuned = {role: found[arm] for role, arm in trial.arms.items()}
+    return {
+        "rates": {role: t.rates[t.best] for role, t in tuned.items()},
+        "edges": {role: t.edge for role, t in tuned.items()},
+        "losses": {role: [row["val_loss"] for row in rows] for role, rows in ends.items()},
+        "diverged": {role: sum(row["diverged"] for row in rows) for role, rows in ends.items()},
+        "moved": any(row["travel"] for row in ends["rule"]),
+        "rows": {role: [row["run"] for row in rows] for role, rows in ends.items()},
+    }
+
+# %% ../../nbs/evidence/06_bench.ipynb #408a7721
 def card_of(
     trial: Trial,  # that is done
 ) -> dict[str, Any]:  # plain values
-    "What a trial found, with all that is needed to make it again."
-    arm, protocol = trial.arms["rule"], trial.protocol
-    gain, in_fp32 = trial.below("rule", "rival"), trial.below("rule_fp32", "rival_fp32")
-    beyond = [a - b for a, b in zip(gain, in_fp32)]
-    to_master = trial.below("rule", "master")
-    plan = trial.plan()
-    rates = {role: plan.found[a].rates[plan.found[a].best] for role, a in trial.arms.items()}
-    edges = {role: plan.found[a].edge for role, a in trial.arms.items()}
-    ends = {role: trial.confirmed(role) for role in trial.arms}
-    bench = trial.bench
+    "Return what a trial found, with all that is needed to run it again."
+    arm, protocol, bench = trial.arms["rule"], trial.protocol, trial.bench
     return {
-        "protocol": protocol.name,
-        "rule": arm.rule,
-        "format": arm.format,
-        "storage": arm.storage,
-        "against": trial.against,
-        "power": arm.power,
-        "placement": arm.placement,
-        "gain": interval(gain)._asdict(),
-        "difference_of_gains": interval(beyond)._asdict(),
-        "below_master": interval(to_master)._asdict(),
-        "verdict": decide(to_master, protocol.margin).value,
-        "more_checkpoints": checkpoints_needed(to_master, protocol.margin),
-        "bits": {
-            role: bits_a_weight(trial.arms[role], bench) for role in ("rule", "rival", "master")
-        },
-        "rates": rates,
-        "edges": edges,
-        "losses": {role: [row["val_loss"] for row in rows] for role, rows in ends.items()},
-        "diverged": {role: sum(row["diverged"] for row in rows) for role, rows in ends.items()},
-        "step_ms": step_times(
-            [trial.arms["rule"], trial.arms["rival"], trial.arms["master"]], bench.task
-        ),
-        "moved": any(row["travel"] for row in ends["rule"]),
-        "rows": {role: [row["run"] for row in rows] for role, rows in ends.items()},
-        "checkpoints": list(protocol.confirm),
-        "corpus_sha": bench.corpus(protocol.corpus).hash,
-        "sources": sources_of([arm.rule, arm.storage]),
-        "code": bench.code,
-        "commit": git_commit(),
-        "machine": machine(),
-        "versions": versions(),
+        "protocol": protocol.name, "rule": arm.rule, "format": arm.format, "storage": arm.storage,
+        "against": trial.against, "power": arm.power, "placement": arm.placement,
+        **_found(trial), **_runs(trial),
+        "checkpoints": list(protocol.confirm), "corpus_sha": bench.corpus(protocol.corpus).hash,
+        "sources": sources_of([arm.rule, arm.storage]), "code": bench.code,
+        "commit": git_commit(), "machine": machine(), "versions": versions(),
     }
 
 # %% ../../nbs/evidence/06_bench.ipynb #0b72c2ce
