@@ -15,12 +15,14 @@ import textwrap
 import time
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import Any, Iterable, NamedTuple
 
 # %% ../../nbs/evidence/06_bench.ipynb #affb6c85
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 # %% ../../nbs/evidence/06_bench.ipynb #ffe4c42f
 from ..basics import COLORS, INK, in_figure_style, write_atomic
@@ -147,9 +149,10 @@ def bits_a_weight(
     for step in range(2):
         for p in weights.used: p.grad = torch.full_like(p, 1e-3 * (step + 1))
         weights.update(optimizer)
-    kept = [_parts(p) for p in weights.stored]
-    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    size = sum(t.numel() * t.element_size() for t in (*sum(kept, []), *state) if t.numel() > 1)
+    kept = chain.from_iterable(map(_parts, weights.stored))
+    state = tree_leaves(list(optimizer.state.values()))
+    tensors = [t for t in (*kept, *state) if isinstance(t, torch.Tensor) and t.numel() > 1]
+    size = sum(t.numel() * t.element_size() for t in tensors)
     return 8 * size / sum(p.numel() for p in weights.used)
 
 def _parts(p: Any) -> list[torch.Tensor]:
@@ -246,6 +249,10 @@ def _found(trial: Trial) -> dict[str, Any]:
         "step_ms": step_times(list(measured.values()), trial.bench.task),
     }
 
+def _column(rows: list[dict[str, Any]], key: str) -> list[Any]:
+    "A value of each row."
+    return [row[key] for row in rows]
+
 def _runs(trial: Trial) -> dict[str, Any]:
     "The runs under a card's numbers."
     found, ends = trial.plan().found, {role: trial.confirmed(role) for role in trial.arms}
@@ -253,10 +260,10 @@ def _runs(trial: Trial) -> dict[str, Any]:
     return {
         "rates": {role: t.rates[t.best] for role, t in tuned.items()},
         "edges": {role: t.edge for role, t in tuned.items()},
-        "losses": {role: [row["val_loss"] for row in rows] for role, rows in ends.items()},
+        "losses": {role: _column(rows, "val_loss") for role, rows in ends.items()},
         "diverged": {role: sum(row["diverged"] for row in rows) for role, rows in ends.items()},
         "moved": any(row["travel"] for row in ends["rule"]),
-        "rows": {role: [row["run"] for row in rows] for role, rows in ends.items()},
+        "rows": {role: _column(rows, "run") for role, rows in ends.items()},
     }
 
 # %% ../../nbs/evidence/06_bench.ipynb #408a7721
