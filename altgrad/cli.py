@@ -105,6 +105,17 @@ _EXAMPLES = {  # command -> what one types, and what that does
             "make them",
         ),
     ),
+    "bench": (
+        (
+            "altgrad bench my_rule.py:Lion --corpus eurlex=path:laws.txt",
+            "a rule of yours against tuned AdamW, with its weights in 8 bits",
+        ),
+        (
+            "altgrad bench stiffness_adamw --set power=-1 --format E7M0 --quick --corpus "
+            "eurlex=path:laws.txt",
+            "a rough answer for another rule and format",
+        ),
+    ),
     "replay": (
         ("altgrad replay 3f9a --ledger nbs/results/ledger", "one run of the ledger again"),
         (
@@ -224,6 +235,29 @@ def _add_executor(p: argparse.ArgumentParser) -> None:
                         "(default: that of this machine, else one of its own)")
     p.add_argument("--ray-gpus", type=float, default=0.0, metavar="SHARE",
                    help="of a GPU that a run takes in a Ray cluster (default: 0, the CPUs)")
+
+# %% ../nbs/cli.ipynb #b6790db2
+def _add_bench(commands: Any) -> None:
+    "The parser of `bench`."
+    does = "judge an update rule against tuned AdamW; a killed bench goes on"
+    p = _command(commands, "bench", does)
+    p.add_argument("rule", metavar="RULE",
+                   help="a name, FILE.py:CLASS, MODULE:CLASS, or an entry point")
+    p.add_argument("--format", default="E4M3", metavar="NAME,...",
+                   help="8-bit formats of the weights (default: E4M3)")
+    p.add_argument("--storage", default="grid_stochastic",
+                   help="of the weights; your own is FILE.py:NAME (default: grid_stochastic)")
+    p.add_argument("--against", default="adamw", metavar="RULE", help="rival (default: adamw)")
+    p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append", type=_setting,
+                   default=[], help="power, placement or floor_octaves, for rules that read them")
+    p.add_argument("--quick", action="store_true", help="fewer runs: a rough answer")
+    p.add_argument("--out", default="runs/bench", metavar="DIR",
+                   help="folder of the ledger and the cards (default: runs/bench)")
+    p.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N",
+                   help="processes of one thread each (default: one for each core)")
+    p.add_argument("--json", action="store_true", help="print the cards as JSON, and no progress")
+    _add_foreign(p)
+    _add_corpus(p)
 
 # %% ../nbs/cli.ipynb #56f2fae8
 def _add_replay(commands: Any) -> None:
@@ -356,6 +390,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_training(commands)
     _add_sweep(commands)
+    _add_bench(commands)
     _add_replay(commands)
     _add_search(commands)
     _add_watch(commands)
@@ -614,6 +649,45 @@ def _rate_lines(found: list[dict[str, Any]]) -> list[str]:
         lines.append(line if r["done"] else f"{line}  not done")
     return lines
 
+# %% ../nbs/cli.ipynb #2160e976
+_OF_RULES = ("power", "placement", "floor_octaves")  # what an arm may say of its rule
+
+def _number_of(key: str, value: str) -> float:
+    "A number on the command line; InputError for anything else."
+    from altgrad.basics import InputError
+
+    try: return float(value)
+    except ValueError: raise InputError(f"{key} must be a number, not {value[:80]!r}") from None
+
+# %% ../nbs/cli.ipynb #b3763407
+def _bench(args: argparse.Namespace) -> int:
+    "`altgrad bench RULE`"
+    from altgrad.basics import InputError, unknown
+    from altgrad.evidence.bench import PROTOCOLS, card_folder, card_text, plot_card, run_bench
+    from altgrad.evidence.instrument import Arm, Bench
+    from altgrad.geometry.outside import use_rule
+    from altgrad.views.report import save_figure
+
+    if args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
+    protocol = PROTOCOLS["bench-1-quick" if args.quick else "bench-1"]
+    shared: dict[str, Any] = {"storage": args.storage, "rule": args.rule}
+    for key, value in args.changes:
+        if key not in _OF_RULES: raise unknown("setting", key, _OF_RULES)
+        shared[key] = value if key == "placement" else _number_of(key, value)
+    names = dict.fromkeys(name.strip() for name in args.format.split(","))
+    arms = [Arm(format=name, **shared) for name in names]
+    against = use_rule(args.against)
+    bench, cards = Bench(args.checkpoints, dict(args.corpus)), []
+    for arm in arms:
+        card = run_bench(arm, args.out, bench, protocol, against, args.workers, not args.json)
+        if card is None: return _say(f"runs failed; {args.out}/ledger.jsonl says why", 1)
+        folder = card_folder(args.out, card)
+        save_figure(plot_card(card), folder / "card.png")
+        cards.append(card)
+        if not args.json: print(f"{card_text(card)}\nfolder: {folder}")
+    if args.json: print(json.dumps(cards, indent=1))
+    return 0
+
 # %% ../nbs/cli.ipynb #803199dc
 def _replay(args: argparse.Namespace) -> int:
     "`altgrad replay ROW`"
@@ -764,7 +838,8 @@ def _refuse_empty(args: argparse.Namespace) -> None:
 
 # %% ../nbs/cli.ipynb #7f8fdd19
 _COMMANDS = {
-    "train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "replay": _replay,
+    "train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "bench": _bench,
+    "replay": _replay,
     "max-lr": _max_lr, "watch": _watch, "autopsy": _autopsy, "explore": _explore,
     "workspace": _workspace,
 }

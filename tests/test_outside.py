@@ -12,7 +12,7 @@ import torch
 from altgrad.basics import InputError
 from altgrad.cli import main
 from altgrad.geometry.catalogue import RULES, RuleSettings, build_rule
-from altgrad.geometry.outside import recall, sources_of, use_rule
+from altgrad.geometry.outside import recall, refuse_outside, sources_of, use_rule
 from altgrad.geometry.storage import STORAGES, make_grid_tensor
 from altgrad.evidence.instrument import (
     Arm, Bench, Task, arm_storages, build_checkpoint, identity, run_arm, run_id,
@@ -229,6 +229,19 @@ def test_foreign_code_is_refused_where_asked(here, command, capsys):
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and "--no-foreign-code refuses" in said[0]
     assert sorted(path.name for path in here.iterdir()) == before
+
+
+def test_a_refused_package_is_not_even_imported(here, monkeypatch):
+    (here / "site").mkdir()
+    (here / "site/loud.py").write_text(LION + "\nopen('was_here', 'w').close()\n")
+    monkeypatch.syspath_prepend(str(here / "site"))
+    (here / "loud_too.py").write_text((here / "site/loud.py").read_text())
+    with refuse_outside("the test"):
+        for name in ("loud:Lion", "loud_too.py:Lion"):
+            with pytest.raises(InputError, match="the test refuses"): use_rule(name)
+    assert not (here / "was_here").exists()
+    use_rule("loud:Lion")
+    assert (here / "was_here").exists()
 
 
 FAULTS = {

@@ -142,6 +142,8 @@ def build_study(
         raise InputError(
             "the matrices of a study must share checkpoints, confirmation seeds, task and text"
         )
+    if any(m.confirm_checkpoints for m in matrices):
+        raise InputError("a study takes matrices that confirm on the checkpoints that tuned")
     first = matrices[0]
     mine = [r for r in rows if r["checkpoint"] in first.checkpoints
             and r["corpus"] == first.cells[0][0].corpus]

@@ -59,12 +59,23 @@ class Matrix:
     cells: tuple[tuple[Arm, float], ...]  # arm (less seed, split, checkpoint) and middle of its rates
     checkpoints: tuple[str, ...]
     tune_seeds: tuple[int, ...]  # the first on the first checkpoint, the second on the second, and round again
-    confirm_seeds: tuple[int, ...]  # each on every checkpoint
+    confirm_seeds: tuple[int, ...]  # each on every checkpoint that confirms
     points: int = 5  # learning rates at first; odd
     most: int = 11  # learning rates at most
     power_step: float = 0.0  # by which the range of powers grows; 0: it does not
     power_limit: float = 0.0  # up to here
     task: Task = field(default_factory=Task)
+    confirm_checkpoints: tuple[str, ...] = ()  # that tuning does not see; none: those that tune
+
+    @property
+    def confirmed_on(self) -> tuple[str, ...]:
+        "The checkpoints of the confirmation."
+        return self.confirm_checkpoints or self.checkpoints
+
+    @property
+    def every_checkpoint(self) -> tuple[str, ...]:
+        "All checkpoints that the runs start from."
+        return tuple(dict.fromkeys((*self.checkpoints, *self.confirmed_on)))
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e5b98592
 _KEYS = {
@@ -73,7 +84,7 @@ _KEYS = {
     ),
     "arms": (*AXES, "lr", "exclude"),
     "tune": ("seeds", "points", "most"),
-    "confirm": ("seeds",),
+    "confirm": ("seeds", "checkpoints"),
     "extend_power": ("step", "limit"),
     "task": tuple(f.name for f in fields(Task)),
 }
@@ -104,6 +115,12 @@ def _printable(value: Any, what: str) -> str:
     "Printable text; InputError otherwise."
     if isinstance(value, str) and value and value.isprintable(): return value
     raise InputError(f"{what} must be text in one line, not {value!r}")
+
+def _names(values: Any) -> tuple[str, ...]:
+    "Names of checkpoints; InputError otherwise."
+    names = tuple(_printable(name, "a checkpoint") for name in _list(values))
+    for name in names: recipe_of(name)
+    return names
 
 def _whole(values: Any, what: str, low: int = 0) -> tuple[int, ...]:
     "Different whole numbers below 2^31; InputError otherwise."
@@ -198,10 +215,10 @@ def read_matrix(
                   ("name", "tier", "corpus", "checkpoints", "arms", "tune", "confirm"))
     tune = _part(given["tune"], "tune", ("seeds",))
     confirm = _part(given["confirm"], "confirm", ("seeds",))
-    checkpoints = tuple(_printable(name, "a checkpoint") for name in _list(given["checkpoints"]))
+    checkpoints = _names(given["checkpoints"])
+    others = _names(confirm["checkpoints"]) if "checkpoints" in confirm else ()
     entries = _list(given["arms"])
-    for name in checkpoints: recipe_of(name)
-    if len(set(checkpoints)) < len(checkpoints):
+    if len({*checkpoints, *others}) < len(checkpoints) + len(others):
         raise InputError("the matrix has one checkpoint twice")
     seeds = _seeds(tune["seeds"], confirm["seeds"], len(checkpoints))
     points, most = _grid_size(tune.get("points", 5), tune.get("most", 11))
@@ -214,7 +231,7 @@ def read_matrix(
     return Matrix(_printable(given["name"], "name"), _whole(given["tier"], "tier")[0], tuple(cells),
                   checkpoints, *seeds, points, most,
                   *_powers(given.get("extend_power", {})),
-                  Task(**_part(given.get("task", {}), "task")))
+                  Task(**_part(given.get("task", {}), "task")), others)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #38eddc1a
 class Job(NamedTuple):
@@ -347,7 +364,7 @@ def plan(
         cells += new
     jobs = list(itertools.chain.from_iterable(t.missing for t in found.values()))
     if jobs: return Plan("tune", jobs, cells, found)
-    for s, c in itertools.product(matrix.confirm_seeds, matrix.checkpoints):
+    for s, c in itertools.product(matrix.confirm_seeds, matrix.confirmed_on):
         for arm, t in found.items():
             run = replace(arm, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=s)
             if loss(run) is None: jobs.append(Job(run, "confirm", t.edge))
@@ -756,7 +773,7 @@ class Sweep:
     def build(self) -> None:
         "Pretrain the checkpoints that are not there; nothing is done before `check`."
         self.check()
-        for name in self.matrix.checkpoints:
+        for name in self.matrix.every_checkpoint:
             if self.bench.file(name).is_file(): continue
             tell(f"building checkpoint {name}")
             build_checkpoint(self.bench, name, lambda step: tell(f"  step {step}"))
@@ -775,7 +792,7 @@ def _check_sweep(sweep: Sweep) -> None:
     for arm, _ in sweep.matrix.cells:
         use_rule(arm.rule)
         use_storage(arm.storage)
-    for name in sweep.matrix.checkpoints:
+    for name in sweep.matrix.every_checkpoint:
         if os.path.lexists(sweep.bench.file(name)): sweep.bench.state(name)
         else: sweep.bench.corpus(recipe_of(name)[0].corpus)
     block_size = recipe_of(sweep.matrix.checkpoints[0])[0].block_size
@@ -853,7 +870,7 @@ def describe(
     lines = [f"{sweep.run_id(job.arm)}  {_label(job.arm)}" for job in todo.jobs]
     later = 0
     if todo.stage == "tune":
-        later = len(todo.cells) * len(m.checkpoints) * len(m.confirm_seeds)
+        later = len(todo.cells) * len(m.confirmed_on) * len(m.confirm_seeds)
     seconds = estimate(sweep, todo.jobs, workers)
     cost = "no run was timed yet"
     if seconds is not None: cost = f"about {_clock(seconds)} with {counted(workers, 'worker')}"

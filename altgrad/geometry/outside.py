@@ -118,6 +118,10 @@ def refuse_outside(
     try: yield
     finally: _REFUSED.remove(why)
 
+def _permit(name: str) -> None:
+    "InputError where nothing may be imported from outside."
+    if _REFUSED: raise InputError(f"{name} is code from outside, which {_REFUSED[0]} refuses")
+
 def _load(name: _Name, text: str) -> tuple[str, Any]:
     "Full name and value of what a text defines."
     sha = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -127,7 +131,6 @@ def _load(name: _Name, text: str) -> tuple[str, Any]:
     if name.sha not in ("", sha):
         raise InputError(f"{name.place} has another text than {full.partition('@')[0]}@{name.sha}: "
                          f"its hash is {sha}")
-    if _REFUSED: raise InputError(f"{full} is code from outside, which {_REFUSED[0]} refuses")
     module = _run_text(file, sha, text) if name.is_file else _imported(name.place)
     if not hasattr(module, name.what):
         own = [
@@ -149,6 +152,7 @@ def _found(name: str, group: str) -> tuple[str, Any, str] | None:
     "Full name, value and place of something from outside; None for a name that cannot mean one."
     parts = _parts(name) or _parts(_entry_point(name, group) or "")
     if parts is None: return None
+    _permit(name)
     text = _file_text(parts.place) if parts.is_file else _module_text(parts)
     where = f"the {'file' if parts.is_file else 'package'} {parts.place}"
     return *_load(parts, text), where
@@ -273,6 +277,7 @@ def recall(
         parts = _parts(name)
         if parts is None or not parts.sha: raise InputError(f"{name!r} is no name with a hash")
         if name in RULES or name in STORAGES: continue
+        _permit(name)
         text = text if parts.is_file else _module_text(parts)
         full, value = _load(parts, text)
         if isinstance(value, Storage): STORAGES[full] = value
@@ -295,5 +300,5 @@ def recall_from(
     for name in names:
         parts = _parts(name)
         if parts is None or not parts.sha or not parts.is_file: continue
-        if (folder / parts.place).is_file():
+        if Path(parts.place).name == parts.place and (folder / parts.place).is_file():
             recall({name: _file_text(str(folder / parts.place))})
