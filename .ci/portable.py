@@ -32,7 +32,7 @@ from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.formats import EIGHT_BIT, encode, get_format
 from altgrad.numbers.kernels import rounding_key, uniform
 from altgrad.numbers.quantize import fake_quantize
-from altgrad.geometry.storage import grid_storages, make_grid_tensor
+from altgrad.geometry.storage import grid_storages, make_grid_tensor, unpack_bits
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.training.experiment import find_config
 from altgrad.training.tracking import git_commit, machine, versions
@@ -225,7 +225,10 @@ def writes(name: str, storage: str) -> list[Tensor]:
     grid, found = make_grid_tensor(within(name), name, storage, seed=1), []
     for step in (1, 2, 3):
         grid.copy_(within(name) * (1 - step / 8))
-        found += [part.clone() for part in grid.parts().values()]
+        parts = grid.parts()
+        if bits := grid.kind.residual_bits:  # one number a byte, as the stored checksums have them
+            parts["residual"] = unpack_bits(parts["residual"], bits, grid.shape)
+        found += [part.clone() for part in parts.values()]
     return found
 
 

@@ -85,6 +85,7 @@ def test_a_file_and_one_command_give_a_verdict(texts, here, capsys):
     # the numbers of the card, by scipy's paired test over checkpoints
     for key, other in (("gain", "rival"), ("below_master", "master")):
         ends = ttest_rel(losses[other], losses["rule"]).confidence_interval(0.95)
+        # quantiles of t are found by iteration; losses of a few nats are known to 1e-15
         assert np.allclose([found[key]["low"], found[key]["high"]], ends, rtol=1e-9, atol=1e-12)
         assert np.isclose(found[key]["mean"], (losses[other] - losses["rule"]).mean())
     both = losses["rival"] - losses["rule"] - losses["rival_fp32"] + losses["rule_fp32"]
