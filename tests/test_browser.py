@@ -33,6 +33,7 @@ PAGES = [
     "studies/the_answer.ipynb", "studies/speed.ipynb", "tutorials/lab.ipynb",
 ]
 PAGES += RUN_IN_LAB
+EVERY = sorted(p.relative_to(NBS).as_posix() for p in NBS.rglob("[!.]*.ipynb") if "/." not in f"{p}")
 MATHJAX = Path("/usr/share/javascript/mathjax")  # Debian's and Ubuntu's libjs-mathjax
 # WCAG's least, for large text; notebooks colour their code below the 4.5 for small text
 CONTRAST = 3.0
@@ -160,11 +161,16 @@ def changed(page, before: str) -> str:
     return now
 
 
+# nbconvert's template asks the network for scripts, and the network is off; Quarto's pages do not
+UNREACHABLE = "net::ERR_FAILED"
+
+
 def open_page(browser, width: int, height: int = 900):
-    "A page whose errors are kept."
+    "A page whose errors are kept, those of its console too."
     page = browser.new_page(viewport={"width": width, "height": height})
-    page.failed = []
+    page.failed, page.console = [], []
     page.on("pageerror", lambda e: page.failed.append(str(e)))
+    page.on("console", lambda m: page.console.append(m.text) if m.type == "error" else None)
     return page
 
 
@@ -214,12 +220,12 @@ def by_nbconvert(folder: Path, dark: bool) -> dict[str, Path]:
     exporter = HTMLExporter(theme="dark" if dark else "light")
     if MATHJAX.is_dir():
         exporter.mathjax_url = "https://mathjax/MathJax.js?config=TeX-AMS_CHTML-full,Safe"
-    for name in PAGES:
+    for name in EVERY:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).with_suffix(".html").write_text(
             exporter.from_filename(str(NBS / name))[0], encoding="utf-8"
         )
-    return {name: (folder / name).with_suffix(".html") for name in PAGES}
+    return {name: (folder / name).with_suffix(".html") for name in EVERY}
 
 
 def by_quarto(folder: Path) -> dict[str, Path]:
@@ -237,14 +243,14 @@ def by_quarto(folder: Path) -> dict[str, Path]:
         check=True,
         timeout=600,
     )
-    for name in PAGES:
+    for name in EVERY:
         subprocess.run(
             ["quarto", "render", name, "--no-execute"],
             cwd=folder / "_proc",
             check=True,
             timeout=600,
         )
-    return {name: (folder / "_proc/_docs" / name).with_suffix(".html") for name in PAGES}
+    return {name: (folder / "_proc/_docs" / name).with_suffix(".html") for name in EVERY}
 
 
 @pytest.fixture(scope="module")
@@ -293,6 +299,18 @@ every_page = pytest.mark.parametrize("name", PAGES)
 def source(name: str) -> list[dict]:
     "A notebook's cells."
     return json.loads((NBS / name).read_text(encoding="utf-8"))["cells"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_page_opens_on_a_phone_and_in_the_dark_with_the_network_off(visit, name):
+    for width, dark in ((390, False), (1280, True)):
+        page = visit(name, width, dark)
+        said = page.failed + page.console
+        if not shutil.which("quarto"): said = [text for text in said if UNREACHABLE not in text]
+        assert said == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, page.evaluate(
+            WIDEST, width
+        )
 
 
 @every_page
