@@ -32,7 +32,8 @@ from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.formats import EIGHT_BIT, encode, get_format
 from altgrad.numbers.kernels import rounding_key, uniform
 from altgrad.numbers.quantize import fake_quantize
-from altgrad.geometry.storage import grid_storages, make_grid_tensor, unpack_bits
+from altgrad.geometry.keeping import unpack_bits
+from altgrad.geometry.storage import grid_storages, make_grid_tensor
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.training.experiment import find_config
 from altgrad.training.tracking import git_commit, machine, versions
@@ -58,7 +59,7 @@ SETTINGS = {  # environment of a process, by what it stands for
 }
 NOTEBOOKS = """
     numbers/03_counts numbers/04_scaling numbers/05_choosing geometry/00_spacing
-    geometry/01_manifold geometry/02_storage geometry/03_optim model/00_gpt model/01_parallel
+    geometry/01_manifold geometry/03_storage geometry/04_optim model/00_gpt model/01_parallel
     model/02_points model/03_products model/04_surgery watching/01_sums watching/02_points
     watching/03_updates watching/04_monitors watching/05_series watching/06_thresholds watching/07_shadow
     watching/08_callbacks training/04_trainer training/05_experiment evidence/00_instrument
@@ -74,7 +75,7 @@ TESTS = """
 """.split()
 QUICK_SETTINGS = "all three at their least", "two threads"
 QUICK = """
-    geometry/01_manifold geometry/03_optim model/00_gpt model/03_products model/04_surgery
+    geometry/01_manifold geometry/04_optim model/00_gpt model/03_products model/04_surgery
     watching/01_sums watching/03_updates evidence/00_instrument
 """.split()
 
@@ -484,7 +485,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--only", nargs="+", metavar="NAME",
-        help="these notebooks or tests, e.g. geometry/03_optim test_optim",
+        help="these notebooks or tests, e.g. geometry/04_optim test_optim",
     )
     args = parser.parse_args()
     if args.here: return print(json.dumps(measure_here()))

@@ -108,11 +108,11 @@ def tree(tmp_path_factory) -> Path:
     insert(folder / "nbs/numbers/00_formats.ipynb", BEFORE, LINE)
     geometry = folder / "nbs/geometry"
     insert(
-        geometry / "02_storage.ipynb", '    "bf16": Storage("nearest", fmt="bfloat16"),\n',
+        geometry / "03_storage.ipynb", '    "bf16": Storage("nearest", fmt="bfloat16"),\n',
         line_of("grid_toward_zero"), STORAGE,
     )
-    insert(geometry / "03_optim.ipynb", "class GridSGD(GeometryOptimizer):\n", *class_of_the_page())
-    insert(geometry / "04_catalogue.ipynb", '    "muon": Rule(\n', line_of("sign_sgd"), RULE)
+    insert(geometry / "04_optim.ipynb", "class GridSGD(GeometryOptimizer):\n", *class_of_the_page())
+    insert(geometry / "05_catalogue.ipynb", '    "muon": Rule(\n', line_of("sign_sgd"), RULE)
     (folder / "altgrad").mkdir()
     shutil.copy(ROOT / "altgrad/__init__.py", folder / "altgrad")
     # nbdev_export does nothing where it is set

@@ -266,7 +266,7 @@ def test_a_rule_that_cannot_be_used_is_named_before_anything_is_written(here, ru
 
 
 STORAGE = """
-from altgrad.geometry.storage import Storage
+from altgrad.geometry.keeping import Storage
 
 class Mine(Storage):
     bits = 12

@@ -38,7 +38,8 @@ from ..numbers.scaling import compute_scale
 from ..geometry.catalogue import RULES, RuleSettings, build_rule
 from ..geometry.optim import PLACEMENTS
 from ..geometry.outside import is_full, sources_of, use_rule, use_storage
-from ..geometry.storage import STORAGES, get_storage, make_grid_tensor, pack
+from ..geometry.keeping import pack
+from ..geometry.storage import STORAGES, get_storage, make_grid_tensor
 from ..model.gpt import GPT, GPTConfig, loss_of
 from ..model.surgery import quantize_model
 from ..training.data import Corpus, get_batch, load_corpus, validation_windows
@@ -375,9 +376,9 @@ def build_checkpoint(
 VERSION = 1  # of the instrument: raised where a change alters the results of every run
 MODULES = (  # those that a run's numbers pass through
     "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/scaling",
-    "geometry/spacing", "geometry/storage", "geometry/optim", "geometry/catalogue",
-    "geometry/outside", "model/gpt", "model/parallel", "model/points", "model/products",
-    "model/surgery", "training/data", "evidence/instrument", "evidence/replicas",
+    "geometry/spacing", "geometry/keeping", "geometry/storage", "geometry/optim",
+    "geometry/catalogue", "geometry/outside", "model/gpt", "model/parallel", "model/points",
+    "model/products", "model/surgery", "training/data", "evidence/instrument", "evidence/replicas",
 )
 
 _MUTE = ("annotation", "returns", "type_params", "type_comment", "kind",

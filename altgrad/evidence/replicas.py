@@ -30,7 +30,8 @@ from ..numbers.kernels import EXPONENT_BITS, batch_noise, first_bits, rounding_k
 from ..numbers.scaling import compute_scale
 from ..geometry.catalogue import RULES, get_rule
 from ..geometry.optim import Grids, stiffness_numbers
-from ..geometry.storage import STORAGES, Storage, get_storage
+from ..geometry.keeping import Storage
+from ..geometry.storage import STORAGES, get_storage
 from ..model.gpt import GPT, loss_of
 from ..training.data import get_batch
 from ..training.tracking import machine, versions

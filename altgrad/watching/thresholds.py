@@ -23,7 +23,8 @@ from ..basics import InputError, unknown
 from ..numbers.formats import EIGHT_BIT, FORMATS, FP8Format, get_format
 from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import compute_scale
-from ..geometry.storage import GridTensor, pack
+from ..geometry.keeping import pack
+from ..geometry.storage import GridTensor
 from ..model.surgery import quantized_layers, quantizers
 from .monitors import Measurement
 
