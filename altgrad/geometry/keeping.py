@@ -84,6 +84,11 @@ class Storage:
         return self.rounding is not None
 
     @property
+    def rounded_in_use(self) -> bool:
+        "Return whether products round a weight that is stored in another format than theirs."
+        return self.quantized and (not self.on_grid or self.fmt is not None)
+
+    @property
     def bits(self) -> float:
         "Bits a weight between two steps, for an 8-bit format."
         if not self.on_grid: return 32
