@@ -366,9 +366,10 @@ def build_checkpoint(
 VERSION = 1  # of the instrument: raised where a change alters the results of every run
 MODULES = (  # those that a run's numbers pass through
     "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/scaling",
-    "geometry/spacing", "geometry/keeping", "geometry/storage", "geometry/optim",
-    "geometry/catalogue", "geometry/outside", "model/gpt", "model/parallel", "model/points",
-    "model/products", "model/surgery", "training/data", "evidence/instrument", "evidence/replicas",
+    "geometry/spacing", "geometry/keeping", "geometry/rivals/kahan", "geometry/rivals/split",
+    "geometry/rivals/wide", "geometry/storage", "geometry/optim", "geometry/catalogue",
+    "geometry/outside", "model/gpt", "model/parallel", "model/points", "model/products",
+    "model/surgery", "training/data", "evidence/instrument", "evidence/replicas",
 )
 
 _MUTE = ("annotation", "returns", "type_params", "type_comment", "kind",
