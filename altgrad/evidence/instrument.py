@@ -508,12 +508,14 @@ def explain_step(
     kept: Tensor,  # as it was stored, the same shape
     scale: Tensor,  # of the format's grid, broadcasts to `old`
     fmt: Any,  # the format
+    was: Tensor | None = None,  # as it was stored, where that is not its rounded `old`; the same shape
 ) -> dict[str, Tensor]:  # each [...]
     "Describe one update of a tensor, or of several at once, in terms of the format's spacings."
     step, gap, there = new - old, ulp(fmt, old / scale) * scale, ulp(fmt, new / scale) * scale
     tried, size = step != 0, (step / gap).abs()
     part = (new / there).abs().frac()
-    changed = fake_quantize(old, fmt, scale) != fake_quantize(kept, fmt, scale)
+    first = fake_quantize(old if was is None else was, fmt, scale)
+    changed = first != fake_quantize(kept, fmt, scale)
     noise = (part * (1 - part) * there.square()).mean(-1)
     squares = step.square().mean(-1)
     size_of = old.square().mean(-1)
@@ -529,12 +531,15 @@ def _watched_update(weights: Weights, rule: torch.optim.Optimizer) -> dict[str, 
     "One step, and its explanation averaged over the tensors by size."
     latent = lambda p: p.latent() if weights.on_grid else p.clone()
     old = [latent(p.detach()) for p in weights.stored]
+    stored = [p.detach().clone() for p in weights.used]
     with _proposals() as seen: weights.update(rule)
     new = seen if weights.on_grid else [p.detach() for p in weights.used]
     rows = []
-    for before, proposed, kept, scale in zip(old, new, weights.used, weights.stored_scales()):
+    for before, proposed, kept, was, scale in zip(
+        old, new, weights.used, stored, weights.stored_scales()
+    ):
         flat = before.flatten(), proposed.flatten(), kept.detach().flatten()
-        found = explain_step(*flat, scale=scale, fmt=weights.stored_fmt)
+        found = explain_step(*flat, scale, weights.stored_fmt, was.flatten())
         rows.append({key: v.item() for key, v in found.items()})
     return _weighted(rows, [p.numel() for p in old])
 
