@@ -15,7 +15,7 @@ from altgrad.geometry.catalogue import RULES, RuleSettings, build_rule
 from altgrad.geometry.outside import recall, refuse_outside, sources_of, use_rule
 from altgrad.geometry.storage import STORAGES, make_grid_tensor
 from altgrad.evidence.instrument import (
-    Arm, Bench, arm_storages, build_checkpoint, identity, run_arm, run_id,
+    Arm, Bench, build_checkpoint, identity, run_arm, run_id,
 )
 from altgrad.evidence.study import arm_of
 from altgrad.evidence.sweep import Ledger, replay
@@ -88,7 +88,7 @@ def lion_by_hand(w: torch.Tensor, m: torch.Tensor, g: torch.Tensor, lr: float) -
     return w * (1 - 0.01 * lr) - lr * torch.sign(0.9 * m + 0.1 * g)
 
 
-@pytest.mark.parametrize("storage", arm_storages())
+@pytest.mark.parametrize("storage", STORAGES)
 def test_torch_adamw_by_its_place_is_the_adamw_of_the_catalogue_bit_for_bit(texts, here, storage):
     arm = Arm(checkpoint="tiny-0", corpus="tiny", storage=storage, lr=0.01, rule="adamw")
     theirs = run_arm(Arm(**{**vars(arm), "rule": "torch.optim:AdamW"}), bench(texts))
@@ -307,7 +307,6 @@ def test_a_run_with_a_storage_of_ones_own_goes_on_after_a_kill(texts, here):
 @pytest.mark.parametrize("storage, said", {
     "own.py:wrong": "says 12 bits and keeps 8",
     "own.py:Mine": "is no instance of",
-    "own.py:own": "has a format of its own",
     "own.py:absent": "unknown name of own.py",
 }.items())
 def test_a_storage_that_cannot_be_used_is_named(here, storage, said):

@@ -165,7 +165,7 @@ def test_every_module_that_a_run_calls_is_part_of_its_identity(here):
     ready.corpus("tiny")  # a text's tokens have a hash of their own
     arms = [
         Arm(checkpoint="tiny-0", corpus="tiny", storage=s, lr=0.01)
-        for s in instrument.arm_storages()
+        for s in STORAGES
     ]
     arms += [
         Arm(checkpoint="tiny-0", corpus="tiny", rule=r, lr=0.01)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'SPLITS', 'MOST_POWER', 'VERSION', 'MODULES', 'Recipe', 'recipe_of', 'blank_model', 'ramp', 'pretrain',
-           'state_hash', 'Task', 'validation_pieces', 'piece_losses', 'arm_storages', 'Arm', 'make_rule', 'Bench',
-           'build_checkpoint', 'code_hash', 'code_here', 'identity', 'run_id', 'row_identity', 'Weights',
-           'explain_step', 'explain_end', 'run_arm', 'Outcome', 'make_row', 'frozen_loss']
+           'state_hash', 'Task', 'validation_pieces', 'piece_losses', 'Arm', 'make_rule', 'Bench', 'build_checkpoint',
+           'code_hash', 'code_here', 'identity', 'run_id', 'row_identity', 'Weights', 'explain_step', 'explain_end',
+           'run_arm', 'Outcome', 'make_row', 'frozen_loss']
 
 # %% ../../nbs/evidence/00_instrument.ipynb #ad383661
 import ast
@@ -39,7 +39,7 @@ from ..geometry.catalogue import RULES, RuleSettings, build_rule
 from ..geometry.optim import PLACEMENTS
 from ..geometry.outside import is_full, sources_of, use_rule, use_storage
 from ..geometry.keeping import pack
-from ..geometry.storage import STORAGES, get_storage, make_grid_tensor
+from ..geometry.storage import get_storage, make_grid_tensor
 from ..model.gpt import GPT, GPTConfig, loss_of
 from ..model.surgery import quantize_model
 from ..training.data import Corpus, get_batch, load_corpus, validation_windows
@@ -204,16 +204,12 @@ def piece_losses(
 # %% ../../nbs/evidence/00_instrument.ipynb #905095ad
 MOST_POWER = 100  # of the stiffness, either way: 2^-8 to that power lies far outside float32
 
-def arm_storages() -> list[str]:
-    "Names of the storages whose format is the arm's."
-    return [name for name, kind in STORAGES.items() if kind.fmt is None]
-
 # %% ../../nbs/evidence/00_instrument.ipynb #f45af9f0
 @dataclass(frozen=True)
 class Arm:
     "One run: what is compared, and what it is repeated over."
     format: str = "E4M3"  # of the block weights, and of the geometry
-    storage: str = "grid_stochastic"  # one of `arm_storages()`: where the weights live between two steps
+    storage: str = "grid_stochastic"  # one of `STORAGES`: where the weights live between two steps
     rule: str = "stiffness_adamw"  # one of `RULES`
     placement: str = "update"  # where the stiffness acts: update or gradient (rules that read it)
     power: float = 0.0  # p of S^p (rules that read it)
@@ -236,16 +232,10 @@ def _check_arm(a: Arm) -> None:
             raise InputError(f"{f.name} must be text, not {value!r}")
     if get_format(a.format).bits != 8:
         raise InputError(f"an arm's format has 8 bits, not {a.format}")
-    if not is_full(a.rule): object.__setattr__(a, "rule", use_rule(a.rule))
-    if not is_full(a.storage): object.__setattr__(a, "storage", use_storage(a.storage))
-    for key, allowed in (
-        ("storage", [a.storage] if is_full(a.storage) else arm_storages()),
-        ("placement", PLACEMENTS),
-        ("split", SPLITS),
-    ):
+    for key, use in (("rule", use_rule), ("storage", use_storage)):
+        if not is_full(getattr(a, key)): object.__setattr__(a, key, use(getattr(a, key)))
+    for key, allowed in (("placement", PLACEMENTS), ("split", SPLITS)):
         if getattr(a, key) not in allowed: raise unknown(key, getattr(a, key), allowed)
-    if a.storage in STORAGES and STORAGES[a.storage].fmt:
-        raise InputError(f"{a.storage} has a format of its own, and an arm says which")
     if type(a.seed) is not int or not 0 <= a.seed < 2**31:
         raise InputError(f"seed must be a whole number from 0 to 2^31 - 1, not {a.seed!r}")
     if a.lr < 0 or a.floor_octaves < 0: raise InputError("lr and floor_octaves must be at least 0")
@@ -376,9 +366,10 @@ def build_checkpoint(
 VERSION = 1  # of the instrument: raised where a change alters the results of every run
 MODULES = (  # those that a run's numbers pass through
     "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/scaling",
-    "geometry/spacing", "geometry/keeping", "geometry/storage", "geometry/optim",
-    "geometry/catalogue", "geometry/outside", "model/gpt", "model/parallel", "model/points",
-    "model/products", "model/surgery", "training/data", "evidence/instrument", "evidence/replicas",
+    "geometry/spacing", "geometry/keeping", "geometry/rivals/kahan", "geometry/rivals/split",
+    "geometry/rivals/wide", "geometry/storage", "geometry/optim", "geometry/catalogue",
+    "geometry/outside", "model/gpt", "model/parallel", "model/points", "model/products",
+    "model/surgery", "training/data", "evidence/instrument", "evidence/replicas",
 )
 
 _MUTE = ("annotation", "returns", "type_params", "type_comment", "kind",
@@ -457,9 +448,10 @@ class Weights:
             for name, m in model.named_modules()
             if isinstance(m, nn.Linear) and name != "lm_head"
         ]
-        storage = get_storage(arm.storage)
-        self.fmt, self.on_grid = get_format(arm.format), storage.on_grid
-        if storage.quantized and not storage.on_grid: quantize_model(model, arm.format)
+        storage, self.fmt = get_storage(arm.storage), get_format(arm.format)
+        self.on_grid = storage.on_grid
+        self.stored_fmt = get_format(storage.fmt or arm.format)
+        if storage.rounded_in_use: quantize_model(model, arm.format)
         chosen = {id(p) for p in self.used}
         for p in model.parameters(): p.requires_grad_(id(p) in chosen)
         self.stored: list[Any] = self.used  # parameters; on a grid their data are `GridTensor`s
@@ -484,8 +476,16 @@ class Weights:
         self.decode()
 
     def scales(self) -> list[Tensor]:
-        "The scale of each tensor: the grid's own, or the one from its amax."
+        "The scale of each tensor in the arm's format: its grid's own, or the one from its amax."
+        if self.stored_fmt == self.fmt: return self.stored_scales()
+        return self._fresh_scales()
+
+    def stored_scales(self) -> list[Tensor]:
+        "The scale of each tensor in the format in which it is stored."
         if self.on_grid: return [grid.scale for grid in self.stored]
+        return self._fresh_scales()
+
+    def _fresh_scales(self) -> list[Tensor]:
         return [compute_scale(p.detach().abs().amax(), self.fmt) for p in self.used]
 
 # %% ../../nbs/evidence/00_instrument.ipynb #eb75c4ac
@@ -508,12 +508,14 @@ def explain_step(
     kept: Tensor,  # as it was stored, the same shape
     scale: Tensor,  # of the format's grid, broadcasts to `old`
     fmt: Any,  # the format
+    was: Tensor | None = None,  # as it was stored, where that is not its rounded `old`; the same shape
 ) -> dict[str, Tensor]:  # each [...]
     "Describe one update of a tensor, or of several at once, in terms of the format's spacings."
     step, gap, there = new - old, ulp(fmt, old / scale) * scale, ulp(fmt, new / scale) * scale
     tried, size = step != 0, (step / gap).abs()
     part = (new / there).abs().frac()
-    changed = fake_quantize(old, fmt, scale) != fake_quantize(kept, fmt, scale)
+    first = fake_quantize(old if was is None else was, fmt, scale)
+    changed = first != fake_quantize(kept, fmt, scale)
     noise = (part * (1 - part) * there.square()).mean(-1)
     squares = step.square().mean(-1)
     size_of = old.square().mean(-1)
@@ -529,12 +531,15 @@ def _watched_update(weights: Weights, rule: torch.optim.Optimizer) -> dict[str, 
     "One step, and its explanation averaged over the tensors by size."
     latent = lambda p: p.latent() if weights.on_grid else p.clone()
     old = [latent(p.detach()) for p in weights.stored]
+    stored = [p.detach().clone() for p in weights.used]
     with _proposals() as seen: weights.update(rule)
     new = seen if weights.on_grid else [p.detach() for p in weights.used]
     rows = []
-    for before, proposed, kept, scale in zip(old, new, weights.used, weights.scales()):
+    for before, proposed, kept, was, scale in zip(
+        old, new, weights.used, stored, weights.stored_scales()
+    ):
         flat = before.flatten(), proposed.flatten(), kept.detach().flatten()
-        found = explain_step(*flat, scale=scale, fmt=weights.fmt)
+        found = explain_step(*flat, scale, weights.stored_fmt, was.flatten())
         rows.append({key: v.item() for key, v in found.items()})
     return _weighted(rows, [p.numel() for p in old])
 
@@ -609,6 +614,7 @@ def make_row(
     frozen = frozen_loss(arm, bench)
     raw = sum(run.after) / bench.task.chunks
     diverged = len(run.losses) < task.steps or not raw <= frozen
+    sources = sources_of([arm.rule, arm.storage])
     return {"run": run_id(facts), **asdict(arm), "checkpoint_sha": facts["checkpoint_sha"],
             "corpus_sha": facts["corpus_sha"],
             "instrument": VERSION, "code": facts["code"], "task": asdict(task),
@@ -620,7 +626,7 @@ def make_row(
             "course": _columns(run.course),
             "weights_sha": state_hash({str(i): p for i, p in enumerate(run.weights)})[:16],
             "seconds": round(run.seconds, 3),
-            **({"sources": sources} if (sources := sources_of([arm.rule, arm.storage])) else {})}
+            **({"sources": sources} if sources else {})}
 
 # %% ../../nbs/evidence/00_instrument.ipynb #dee3d7a7
 def _train(

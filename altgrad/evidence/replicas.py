@@ -222,7 +222,7 @@ class Replicas:
         self.facts = facts_of([g["fmt"] for g in self.groups], self.w[0])
         self.on_grid = self._column([kind.on_grid for kind in kinds], torch.bool)
         # products see rounded weights, the rule float32 ones
-        rounded = [kind.quantized and not kind.on_grid for kind in kinds]
+        rounded = [kind.rounded_in_use for kind in kinds]
         self.master = self._column(rounded, torch.bool)
         stochastic = [kind.rounding == "stochastic" for kind in kinds]
         self.by_chance = self._column(stochastic, torch.bool)

@@ -165,9 +165,6 @@ def storages_table() -> str:  # Markdown
     "The table of storages, for pages."
     rows = ["| storage | bits a weight | products see | a write rounds |", "|---|---|---|---|"]
     for name, kind in STORAGES.items():
-        how = kind.rounding or "not"
-        if kind.residual_bits: how += f", and keeps {kind.residual_bits} bits of what is left"
-        if kind.fmt: how += f", to {kind.fmt}"
         seen = "rounded weights" if kind.quantized else "the weights"
-        rows.append(f"| {name} | {kind.bits} | {seen} | {how} |")
+        rows.append(f"| {name} | {kind.bits} | {seen} | {kind.words} |")
     return "\n".join(rows)
