@@ -14,6 +14,7 @@ import torch
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format
 from . import optim
+from .rivals.lion import Lion
 from .storage import STORAGES, GridTensor
 
 # %% ../../nbs/geometry/05_catalogue.ipynb #85f169bd
@@ -120,6 +121,13 @@ RULES = {  # the one table of update rules
         getattr(torch.optim, "Muon", None), reads="momentum weight_decay",
         fixed={"adjust_lr_fn": "match_rms_adamw"}, guess=4e-3, unit="weight",
         source="Jordan et al. 2024",
+    ),
+    "lion": Rule(
+        Lion, reads="betas weight_decay", guess=1e-3, unit="weight", source="Chen et al. 2023",
+    ),
+    "sgd": Rule(
+        torch.optim.SGD, reads="momentum", guess=0.3, unit="weight / gradient",
+        source="Polyak 1964",
     ),
 }
 
