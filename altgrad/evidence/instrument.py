@@ -377,7 +377,7 @@ VERSION = 1  # of the instrument: raised where a change alters the results of ev
 MODULES = (  # those that a run's numbers pass through
     "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/scaling",
     "geometry/spacing", "geometry/keeping", "geometry/storage", "geometry/optim",
-    "geometry/rivals/lion",
+    "geometry/rivals/lion", "geometry/rivals/eco",
     "geometry/catalogue", "geometry/outside", "model/gpt", "model/parallel", "model/points",
     "model/products", "model/surgery", "training/data", "evidence/instrument", "evidence/replicas",
 )

@@ -14,6 +14,7 @@ import torch
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format
 from . import optim
+from .rivals.eco import ECO
 from .rivals.lion import Lion
 from .storage import STORAGES, GridTensor
 
@@ -128,6 +129,10 @@ RULES = {  # the one table of update rules
     "sgd": Rule(
         torch.optim.SGD, reads="momentum", guess=0.3, unit="weight / gradient",
         source="Polyak 1964",
+    ),
+    "eco": Rule(
+        ECO, reads="betas eps weight_decay", guess=4e-3, unit="weight",
+        source="Nikdan et al. 2026",
     ),
 }
 
