@@ -10,7 +10,7 @@ from altgrad.evidence.instrument import (
     Arm, Bench, Task, Weights, build_checkpoint, run_arm, state_hash,
 )
 from altgrad.geometry.catalogue import RULES
-from altgrad.geometry.storage import plain_state
+from altgrad.geometry.storage import make_grid_tensor, plain_state
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.training.config import make_config
 from altgrad.training.trainer import NonfiniteGuard, Trainer
@@ -113,3 +113,32 @@ def test_a_stopped_training_run_goes_on_bit_for_bit(here, tmp_path, monkeypatch,
     assert torn.run(progress=False)["exit_reason"] == "finished"
     ends = [plain_state(t.model) for t in (whole, torn)]
     assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+
+
+def test_torchao_int8_with_stochastic_rounding_is_e0m7_of_a_row():
+    """Direct quantized training in INT8. torchao scales each row, by its largest over 127 at every
+    write; a grid here has one power of two a tensor, which grows only. Where the two agree, in a
+    row that ends at 127/128, both round to the same values, and to the next below or above them."""
+    qt = pytest.importorskip("torchao.prototype.quantized_training")
+    row = torch.rand(1, 500, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    row[0, 0] = 127 / 128
+    row.clamp_(-127 / 128, 127 / 128)
+    ours = make_grid_tensor(row, "E0M7", "grid_stochastic")
+    theirs = qt.Int8QuantizedTrainingLinearWeight.from_float(row)
+    assert torch.equal(ours.dequantize(), theirs.dequantize())
+
+    drawn = []
+    for weight in (ours, theirs):
+        values = []
+        torch.manual_seed(0)
+        for _ in range(400):
+            weight.copy_(row)
+            values.append(weight.dequantize())
+        drawn.append(torch.cat(values))
+    low, part = (128 * row).floor(), (128 * row).frac() % 1
+    for values in drawn:
+        steps = 128 * values - low
+        assert ((steps == 0) | (steps == 1) & (part > 0)).all()
+        # six standard errors of 400 draws of 500 weights, no rounding error
+        assert (steps.mean(0) - part).abs().max() < 6 * 0.5 / 400**0.5
+        assert (steps.mean() - part.mean()).abs() < 6 * 0.5 / (400 * 500) ** 0.5

@@ -133,7 +133,7 @@ RULES = {  # the one table of update rules
         Lion, reads="betas weight_decay", guess=1e-3, unit="weight", source="Chen et al. 2023",
     ),
     "sgd": Rule(
-        torch.optim.SGD, reads="momentum", guess=0.3, unit="weight / gradient",
+        torch.optim.SGD, reads="momentum", guess=0.05, unit="weight / gradient",
         source="Polyak 1964",
     ),
     "eco": Rule(

@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['AveragedAdamW']
 
-# %% ../../../nbs/geometry/rivals/05_average.ipynb #189adcb9
+# %% ../../../nbs/geometry/rivals/05_average.ipynb #b1b2148c
 from typing import Any, Iterable
 
-# %% ../../../nbs/geometry/rivals/05_average.ipynb #ff89421d
+# %% ../../../nbs/geometry/rivals/05_average.ipynb #f6bfc987
 from torch import Tensor
 
-# %% ../../../nbs/geometry/rivals/05_average.ipynb #9994efde
+# %% ../../../nbs/geometry/rivals/05_average.ipynb #7bd81db5
 from ...basics import InputError
 from ...numbers.formats import FP8Format
 from ..optim import Job, StiffnessAdamW
 
-# %% ../../../nbs/geometry/rivals/05_average.ipynb #bce256aa
+# %% ../../../nbs/geometry/rivals/05_average.ipynb #43a4354d
 class AveragedAdamW(StiffnessAdamW):
     "AdamW, and beside every weight the exponential moving average of what was stored."
     def __init__(
