@@ -147,7 +147,7 @@ def test_a_run_keeps_the_file_and_goes_on_without_it(texts, here, capsys):
     run = here / "runs/mine"
     assert (run / "lion.py").read_text() == LION
     (here / "lion.py").unlink()
-    for name in [name for name in RULES if name.startswith("lion")]: del RULES[name]
+    for name in [name for name in RULES if name.startswith("lion.py")]: del RULES[name]
     assert main(["train", str(run / "config.yaml"), "--out", "runs", "--set", "name=mine",
                  "--set", "max_steps=2", "--wandb", "off"]) == 0
 
@@ -166,7 +166,7 @@ def test_an_edited_rule_is_another_run(texts, here, capsys):
 def test_a_row_is_read_without_its_code_and_replayed_with_it(texts, here, capsys):
     assert sweep(texts, "ledger", "--workers", "2") == 0
     (here / "lion.py").unlink()
-    for name in [name for name in RULES if name.startswith("lion")]: del RULES[name]
+    for name in [name for name in RULES if name.startswith("lion.py")]: del RULES[name]
     row = Ledger("ledger").rows()[-1]
     arm = arm_of(row)
     assert arm.rule == row["rule"] and arm.rule not in RULES

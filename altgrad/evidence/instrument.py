@@ -367,9 +367,11 @@ VERSION = 1  # of the instrument: raised where a change alters the results of ev
 MODULES = (  # those that a run's numbers pass through
     "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/scaling",
     "geometry/spacing", "geometry/keeping", "geometry/rivals/kahan", "geometry/rivals/split",
-    "geometry/rivals/wide", "geometry/storage", "geometry/optim", "geometry/catalogue",
-    "geometry/outside", "model/gpt", "model/parallel", "model/points", "model/products",
-    "model/surgery", "training/data", "evidence/instrument", "evidence/replicas",
+    "geometry/rivals/wide", "geometry/storage", "geometry/optim", "geometry/rivals/lion",
+    "geometry/rivals/eco", "geometry/rivals/average", "geometry/rivals/moments",
+    "geometry/catalogue", "geometry/outside", "model/gpt", "model/parallel", "model/points",
+    "model/products", "model/surgery", "training/data", "evidence/instrument",
+    "evidence/replicas",
 )
 
 _MUTE = ("annotation", "returns", "type_params", "type_comment", "kind",
@@ -474,6 +476,12 @@ class Weights:
         for p, grid in zip(self.used, self.stored): grid.grad = p.grad
         rule.step()
         self.decode()
+
+    @torch.no_grad()
+    def use(self, values: list[Tensor]) -> None:
+        "Put other values where the weights are used, rounded to nearest as those are."
+        for p, value, scale in zip(self.used, values, self.scales()):
+            p.copy_(fake_quantize(value, self.fmt, scale) if self.on_grid else value)
 
     def scales(self) -> list[Tensor]:
         "The scale of each tensor in the arm's format: its grid's own, or the one from its amax."
@@ -647,6 +655,7 @@ def _train(
         loss.backward()
         if step % task.every: weights.update(rule)
         else: course.append(_watched_update(weights, rule))
+    if hasattr(rule, "averages"): weights.use(rule.averages())
     return losses, course
 
 # %% ../../nbs/evidence/00_instrument.ipynb #91b3f18e

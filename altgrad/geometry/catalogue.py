@@ -14,6 +14,9 @@ import torch
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format
 from . import optim
+from .rivals.average import AveragedAdamW
+from .rivals.eco import ECO
+from .rivals.lion import Lion
 from .storage import STORAGES, GridTensor
 
 # %% ../../nbs/geometry/05_catalogue.ipynb #85f169bd
@@ -73,6 +76,11 @@ class Rule:
         "Return whether the rule is told the format, and itself stores the weights that it moves."
         return self.optimizer is not None and issubclass(self.optimizer, optim.GeometryOptimizer)
 
+    @property
+    def averages(self) -> bool:
+        "Return whether the rule keeps averages that are validated in the weights' place."
+        return hasattr(self.optimizer, "averages")
+
     def build(
         self, parameters: Iterable[torch.Tensor], settings: RuleSettings
     ) -> torch.optim.Optimizer:
@@ -120,6 +128,21 @@ RULES = {  # the one table of update rules
         getattr(torch.optim, "Muon", None), reads="momentum weight_decay",
         fixed={"adjust_lr_fn": "match_rms_adamw"}, guess=4e-3, unit="weight",
         source="Jordan et al. 2024",
+    ),
+    "lion": Rule(
+        Lion, reads="betas weight_decay", guess=1e-3, unit="weight", source="Chen et al. 2023",
+    ),
+    "sgd": Rule(
+        torch.optim.SGD, reads="momentum", guess=0.05, unit="weight / gradient",
+        source="Polyak 1964",
+    ),
+    "eco": Rule(
+        ECO, reads="betas eps weight_decay", guess=4e-3, unit="weight",
+        source="Nikdan et al. 2026",
+    ),
+    "averaged_adamw": Rule(
+        AveragedAdamW, reads="betas eps weight_decay", guess=4e-3, unit="weight",
+        source="Polyak and Juditsky 1992",
     ),
 }
 

@@ -101,7 +101,8 @@ class Setting(NamedTuple):
 # %% ../../nbs/training/03_config.ipynb #c65bd0a6
 _SETTING = re.compile(r"    (\w+): ([\w |]+) = (.+?)  # (.+)")
 _NAMES: dict[str, Iterable[str]] = {
-    "model": PRESETS, "storage": STORAGES, "rule": RULES, "placement": PLACEMENTS,
+    "model": PRESETS, "storage": STORAGES, "placement": PLACEMENTS,
+    "rule": [name for name, row in RULES.items() if not row.averages],
 }
 
 # %% ../../nbs/training/03_config.ipynb #8d465e11
@@ -235,6 +236,8 @@ def _check_rule(c: TrainConfig) -> None:
     one_of("placement", c.placement, PLACEMENTS)
     if c.format is None and (c.rule != "adamw" or c.storage != "master"):
         raise InputError("a rule or a storage needs a format; format is null")
+    if get_rule(c.rule).averages:
+        raise InputError(f"{c.rule} keeps averages, which a training run does not validate")
 
 # %% ../../nbs/training/03_config.ipynb #51721174
 def words_of(
