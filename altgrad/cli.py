@@ -249,7 +249,8 @@ def _add_bench(commands: Any) -> None:
                    help="of the weights; your own is FILE.py:NAME (default: grid_stochastic)")
     p.add_argument("--against", default="adamw", metavar="RULE", help="rival (default: adamw)")
     p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append", type=_setting,
-                   default=[], help="power, placement or floor_octaves, for rules that read them")
+                   default=[],
+                   help="power, placement or floor_octaves, for rules that read them; or moments")
     p.add_argument("--quick", action="store_true", help="fewer runs: a rough answer")
     p.add_argument("--out", default="runs/bench", metavar="DIR",
                    help="folder of the ledger and the cards (default: runs/bench)")
@@ -650,7 +651,7 @@ def _rate_lines(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 # %% ../nbs/cli.ipynb #2160e976
-_OF_RULES = ("power", "placement", "floor_octaves")  # what an arm may say of its rule
+_OF_RULES = ("power", "placement", "floor_octaves", "moments")  # what an arm may say of its rule
 
 def _number_of(key: str, value: str) -> float:
     "A number on the command line; InputError for anything else."
@@ -673,7 +674,7 @@ def _bench(args: argparse.Namespace) -> int:
     shared: dict[str, Any] = {"storage": args.storage, "rule": args.rule}
     for key, value in args.changes:
         if key not in _OF_RULES: raise unknown("setting", key, _OF_RULES)
-        shared[key] = value if key == "placement" else _number_of(key, value)
+        shared[key] = value if key in ("placement", "moments") else _number_of(key, value)
     names = dict.fromkeys(name.strip() for name in args.format.split(","))
     arms = [Arm(format=name, **shared) for name in names]
     against = use_rule(args.against)

@@ -132,9 +132,10 @@ def arms_of(
     plain = replace(arm, power=0.0, placement="update")
     rival = replace(plain, rule=against)
     return {
-        "rule": arm, "rival": rival, "rule_fp32": replace(arm, storage="fp32"),
-        "rival_fp32": replace(rival, storage="fp32"),
-        "master": replace(plain, rule="adamw", storage="master"),
+        "rule": arm, "rival": rival,
+        "rule_fp32": replace(arm, storage="fp32", moments="float32"),
+        "rival_fp32": replace(rival, storage="fp32", moments="float32"),
+        "master": replace(plain, rule="adamw", storage="master", moments="float32"),
     }
 
 # %% ../../nbs/evidence/06_bench.ipynb #9be5f7c5
@@ -275,6 +276,7 @@ def card_of(
     return {
         "protocol": protocol.name, "rule": arm.rule, "format": arm.format, "storage": arm.storage,
         "against": trial.against, "power": arm.power, "placement": arm.placement,
+        "moments": arm.moments,
         **_found(trial), **_runs(trial),
         "checkpoints": list(protocol.confirm), "corpus_sha": bench.corpus(protocol.corpus).hash,
         "sources": sources_of([arm.rule, arm.storage]), "code": bench.code,
@@ -294,6 +296,7 @@ def sentence(
 ) -> str:
     "The verdict of a card in words."
     what = f"{card['rule'].partition('@')[0]} in {card['storage']} {card['format']}"
+    if (moments := card.get("moments", "float32")) != "float32": what += f", {moments} moments,"
     runs, lost = len(card["checkpoints"]), card["diverged"]["rule"]
     if not card["moved"]: return f"{what} never moves a weight: every update is rounded away."
     if lost:
@@ -363,9 +366,9 @@ def card_folder(
 ) -> Path:
     "The folder of a card and its picture."
     name = card["rule"].partition("@")[0].replace(":", "_")
-    return (
-        Path(out) / f"{name}_{card['storage'].partition('@')[0].replace(':', '_')}_{card['format']}"
-    )
+    kept = "" if card["moments"] == "float32" else f"_{card['moments']}"
+    storage = card["storage"].partition("@")[0].replace(":", "_")
+    return Path(out) / f"{name}_{storage}_{card['format']}{kept}"
 
 def run_bench(
     arm: Arm,  # the rule, its format and its storage

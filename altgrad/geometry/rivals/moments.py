@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MOST_EXPANSION', 'Packing', 'MOMENTS', 'SMALLEST', 'SIGNED', 'in_blocks', 'dynamic_map', 'Dynamic', 'Scaled',
-           'Expanded', 'pack_moment', 'unpack_moment', 'with_moments']
+           'Expanded', 'pack_moment', 'unpack_moment', 'is_packed', 'with_moments']
 
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #d6725794
 import math
@@ -55,7 +55,7 @@ def dynamic_map(
 class Dynamic:
     "Codes of the dynamic map, and each block's largest magnitude."
     block: int = 256  # elements
-    parts: ClassVar[tuple[str, ...]] = ("codes", "scale")
+    beside: ClassVar[tuple[str, ...]] = ("scale",)  # what is kept beside the codes
 
     def pack(self, x: Tensor, signed: bool) -> dict[str, Tensor]:
         "Return codes uint8 [blocks, block] and scales float32 [blocks, 1] of float32 blocks."
@@ -75,7 +75,7 @@ class Scaled:
     "Codes of a format, and the scale of each block."
     fmt: str
     block: int = 256  # elements
-    parts: ClassVar[tuple[str, ...]] = ("codes", "scale")
+    beside: ClassVar[tuple[str, ...]] = ("scale",)  # what is kept beside the codes
 
     def pack(self, x: Tensor, signed: bool) -> dict[str, Tensor]:
         "Return codes uint8 [blocks, block] and scales float32 [blocks, 1] of float32 blocks."
@@ -96,7 +96,7 @@ class Expanded:
     "Codes of a format for sign(x) |x|^k, each group's largest magnitude, and its k."
     fmt: str = "E4M3"
     block: int = 128  # elements
-    parts: ClassVar[tuple[str, ...]] = ("codes", "scale", "power")
+    beside: ClassVar[tuple[str, ...]] = ("scale", "power")
 
     def pack(self, x: Tensor, signed: bool) -> dict[str, Tensor]:
         "Return codes uint8 [blocks, block], scales and powers float32 [blocks, 1] of blocks."
@@ -139,21 +139,30 @@ def pack_moment(
     x: Tensor,  # float32, of any shape
     moments: str,  # one of `MOMENTS` but `float32`
     signed: bool,  # whether it may be negative
-) -> dict[str, Tensor]:  # codes uint8 of the same shape; scale float32 [blocks, 1]; perhaps power
-    "Return the plain tensors that are kept of a moment."
+) -> dict[str, Tensor]:  # by `moments`, codes uint8 of the same shape; scale float32 [blocks, 1]
+    "Return the plain tensors that are kept of a moment; the codes' name says how to read them."
     kind = _packing(moments)
     parts = kind.pack(in_blocks(x, kind.block), signed)
-    return parts | {"codes": parts["codes"].flatten()[: x.numel()].view(x.shape)}
+    codes = torch.empty_like(x, dtype=torch.uint8)  # in memory as x is
+    codes.copy_(parts.pop("codes").flatten()[: x.numel()].view(x.shape))
+    return {moments: codes, **parts}
 
 def unpack_moment(
-    parts: Mapping[str, Tensor],  # from `pack_moment`
+    parts: Mapping[str, Tensor],  # from `pack_moment`: codes of any shape, the rest [blocks, 1]
     moments: str,  # the same
     signed: bool,  # the same
 ) -> Tensor:  # float32, of the shape of the codes
     "Return the moment that the parts stand for."
-    kind, codes = _packing(moments), parts["codes"]
+    kind, codes = _packing(moments), parts[moments]
     blocks = kind.unpack({**parts, "codes": in_blocks(codes, kind.block)}, signed)
-    return blocks.flatten()[: codes.numel()].view(codes.shape)
+    x = torch.empty_like(codes, dtype=torch.float32)
+    return x.copy_(blocks.flatten()[: codes.numel()].view(codes.shape))
+
+def is_packed(
+    value: Any,  # of a parameter's state
+) -> bool:
+    "Say whether it is what `pack_moment` gives."
+    return isinstance(value, dict) and not value.keys().isdisjoint(MOMENTS)
 
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #2c420eee
 def _packing(moments: str) -> Packing:
@@ -187,6 +196,8 @@ def with_moments(
     if moments not in MOMENTS: raise unknown("moments", moments, MOMENTS)
     if moments == "float32": return rule
     class Packed(rule):
+        packed_as = moments
+
         def step(self, closure: Callable | None = None) -> Any:
             before = _unpack_state(self, moments)
             try: return super().step() if closure is None else super().step(closure)
@@ -205,7 +216,7 @@ def _unpack_state(optimizer: torch.optim.Optimizer, moments: str) -> dict[Any, A
     before = {}
     for p, state in optimizer.state.items():
         for name, parts in state.items():
-            if not isinstance(parts, dict): continue
+            if not is_packed(parts): continue
             before[p, name] = parts
             state[name] = unpack_moment(parts, moments, SIGNED[name])
     return before
@@ -231,14 +242,13 @@ def _restore_state(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, p in zip(ids, parameters):
         for name, parts in saved["state"].get(i, {}).items():
-            packed = isinstance(parts, dict)
-            if _large(p, parts) or packed and not _fits(parts, p, moments):
+            if _large(p, parts) or is_packed(parts) and not _fits(parts, p, moments):
                 raise ValueError(f"{name} was not saved as {moments}")
-            if packed: optimizer.state[p][name] = {key: t.to(p.device) for key, t in parts.items()}
+            if is_packed(parts): optimizer.state[p][name] = {key: t.to(p.device) for key, t in parts.items()}
 
 def _fits(saved: dict[str, Any], p: Tensor, moments: str) -> bool:
     "Whether saved parts are those that a parameter's moment has."
     kind = _packing(moments)
-    expected = dict.fromkeys(kind.parts, (torch.float32, [-(-p.numel() // kind.block), 1]))
-    expected["codes"] = torch.uint8, list(p.shape)
+    expected = dict.fromkeys(kind.beside, (torch.float32, [-(-p.numel() // kind.block), 1]))
+    expected[moments] = torch.uint8, list(p.shape)
     return {key: (t.dtype, list(t.shape)) for key, t in saved.items()} == expected
