@@ -20,7 +20,7 @@ setup(
     keywords=facts["keywords"],
     license="Apache-2.0",
     packages=find_packages(include=["altgrad*"]),
-    package_data={"altgrad": ["py.typed"]},
+    package_data={"altgrad": ["py.typed", "evidence/bench_1/*", "evidence/bench_1/*/*"]},
     python_requires=f">={facts['min_python']}",
     install_requires=facts["requirements"].split(),
     extras_require={

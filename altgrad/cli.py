@@ -107,12 +107,11 @@ _EXAMPLES = {  # command -> what one types, and what that does
     ),
     "bench": (
         (
-            "altgrad bench my_rule.py:Lion --corpus eurlex=path:laws.txt",
+            "altgrad bench my_rule.py:Lion",
             "a rule of yours against tuned AdamW, with its weights in 8 bits",
         ),
         (
-            "altgrad bench stiffness_adamw --set power=-1 --format E7M0 --quick --corpus "
-            "eurlex=path:laws.txt",
+            "altgrad bench stiffness_adamw --set power=-1 --format E7M0 --quick",
             "a rough answer for another rule and format",
         ),
     ),
@@ -258,7 +257,6 @@ def _add_bench(commands: Any) -> None:
                    help="processes of one thread each (default: one for each core)")
     p.add_argument("--json", action="store_true", help="print the cards as JSON, and no progress")
     _add_foreign(p)
-    _add_corpus(p)
 
 # %% ../nbs/cli.ipynb #56f2fae8
 def _add_replay(commands: Any) -> None:
@@ -653,19 +651,12 @@ def _rate_lines(found: list[dict[str, Any]]) -> list[str]:
 # %% ../nbs/cli.ipynb #2160e976
 _OF_RULES = ("power", "placement", "floor_octaves", "moments")  # what an arm may say of its rule
 
-def _number_of(key: str, value: str) -> float:
-    "A number on the command line; InputError for anything else."
-    from altgrad.basics import InputError
-
-    try: return float(value)
-    except ValueError: raise InputError(f"{key} must be a number, not {value[:80]!r}") from None
-
 # %% ../nbs/cli.ipynb #b3763407
 def _bench(args: argparse.Namespace) -> int:
     "`altgrad bench RULE`"
-    from altgrad.basics import InputError, unknown
+    from altgrad.basics import InputError, parse_yaml, unknown
     from altgrad.evidence.bench import PROTOCOLS, card_folder, card_text, plot_card, run_bench
-    from altgrad.evidence.instrument import Arm, Bench
+    from altgrad.evidence.instrument import Arm
     from altgrad.geometry.outside import use_rule
     from altgrad.views.report import save_figure
 
@@ -674,13 +665,13 @@ def _bench(args: argparse.Namespace) -> int:
     shared: dict[str, Any] = {"storage": args.storage, "rule": args.rule}
     for key, value in args.changes:
         if key not in _OF_RULES: raise unknown("setting", key, _OF_RULES)
-        shared[key] = value if key in ("placement", "moments") else _number_of(key, value)
+        shared[key] = parse_yaml(value, key)
     names = dict.fromkeys(name.strip() for name in args.format.split(","))
     arms = [Arm(format=name, **shared) for name in names]
     against = use_rule(args.against)
-    bench, cards = Bench(args.checkpoints, dict(args.corpus)), []
+    cards = []
     for arm in arms:
-        card = run_bench(arm, args.out, bench, protocol, against, args.workers, not args.json)
+        card = run_bench(arm, args.out, protocol, against, args.workers, not args.json)
         if card is None: return _say(f"runs failed; {args.out}/ledger.jsonl says why", 1)
         folder = card_folder(args.out, card)
         save_figure(plot_card(card), folder / "card.png")

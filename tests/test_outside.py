@@ -15,13 +15,12 @@ from altgrad.geometry.catalogue import RULES, RuleSettings, build_rule
 from altgrad.geometry.outside import recall, refuse_outside, sources_of, use_rule
 from altgrad.geometry.storage import STORAGES, make_grid_tensor
 from altgrad.evidence.instrument import (
-    Arm, Bench, Task, arm_storages, build_checkpoint, identity, run_arm, run_id,
+    Arm, Bench, arm_storages, build_checkpoint, identity, run_arm, run_id,
 )
 from altgrad.evidence.study import arm_of
 from altgrad.evidence.sweep import Ledger, replay
-from tiny import HEAD, TEXT
+from tiny import HEAD, TASK, TEXT
 
-TASK = Task(steps=12, batch_size=4, warmup=2, chunks=4, windows=2, every=4)
 LION = '''
 import torch
 

@@ -791,13 +791,15 @@ def _check_sweep(sweep: Sweep) -> None:
     """InputError for what would end the sweep later:
     a folder that cannot be written, a text that is missing or too short."""
     check_place(sweep.out)
-    check_place(sweep.bench.folder, "choose another --checkpoints")
+    names = sweep.matrix.every_checkpoint
+    if not all(sweep.bench.file(name).is_file() for name in names):
+        check_place(sweep.bench.folder, "choose another --checkpoints")
     for arm, _ in sweep.matrix.cells:
         use_rule(arm.rule)
         use_storage(arm.storage)
         if arm.moments == "float32": continue
         make_rule(arm, [torch.nn.Parameter(torch.ones(1, 1))], sweep.matrix.task)
-    for name in sweep.matrix.every_checkpoint:
+    for name in names:
         if os.path.lexists(sweep.bench.file(name)): sweep.bench.state(name)
         else: sweep.bench.corpus(recipe_of(name)[0].corpus)
     block_size = recipe_of(sweep.matrix.checkpoints[0])[0].block_size

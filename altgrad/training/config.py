@@ -329,5 +329,6 @@ def load_config(
     values = read_yaml(path)
     if not isinstance(values, (dict, type(None))):
         raise InputError(f"{path} must hold 'key: value' lines, not a {type(values).__name__}")
-    recall_from(path.parent, [str(value) for value in (values or {}).values()])
+    said = values or {}
+    recall_from(path.parent, [str(said.get(key)) for key in ("rule", "storage")])
     return make_config({"name": path.stem, **(values or {})})
