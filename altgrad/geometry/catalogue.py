@@ -17,6 +17,7 @@ from . import optim
 from .rivals.average import AveragedAdamW
 from .rivals.eco import ECO
 from .rivals.lion import Lion
+from .rivals.moments import is_packed, with_moments
 from .storage import STORAGES, GridTensor
 
 # %% ../../nbs/geometry/05_catalogue.ipynb #85f169bd
@@ -36,6 +37,7 @@ class RuleSettings:
     seed: int = 0  # of stochastic rounding
     storage: str = "master"  # where the weights live: one of `STORAGES`
     rounding: str = "stochastic"  # of float weights by a rule that moves them by whole codes
+    moments: str = "float32"  # how they are kept between steps: one of `MOMENTS`
 
     @property
     def format(self) -> FP8Format | None:
@@ -85,11 +87,27 @@ class Rule:
         self, parameters: Iterable[torch.Tensor], settings: RuleSettings
     ) -> torch.optim.Optimizer:
         "Make it for these weights, of any shapes, with the settings that it reads."
-        parameters, make = list(parameters), self.optimizer
+        if settings.moments != "float32": self._try_moments(settings)
+        return self._make(list(parameters), settings)
+
+    def _make(self, parameters: list[Any], settings: RuleSettings) -> torch.optim.Optimizer:
+        make = self.optimizer
         told = {key: getattr(settings, key) for key in self.reads.split()}
         if self.knows_grids: told["fmt"] = settings.fmt
         elif any(isinstance(p, GridTensor) for p in parameters): make = optim.on_grids(make)
+        make = with_moments(make, settings.moments)
         return make(parameters, lr=settings.lr, **told, **self.fixed)
+
+    def _try_moments(self, settings: RuleSettings) -> None:
+        "InputError for a rule whose moments cannot be kept so, or that has none."
+        weight = torch.nn.Parameter(torch.ones(64, 64))
+        weight.grad = torch.ones(64, 64)
+        optimizer = self._make([weight], settings)
+        with torch.random.fork_rng(devices=[]): optimizer.step()
+        if not any(map(is_packed, optimizer.state[weight].values())):
+            raise InputError(
+                f"{type(optimizer).__name__} has no moments to keep as {settings.moments}"
+            )
 
     def stacked(self, placement: str = "update") -> optim.Stacked | None:
         "Return the code that moves replicas of it at once; None: they are trained one by one."
