@@ -71,19 +71,20 @@ def arms(fmt: str) -> dict[str, Arm]:
     return {name: Arm(**{"format": fmt, "rule": "adamw", **how}) for name, how in METHODS.items()}
 
 
+def same_arm(row: Mapping[str, Any], arm: Arm) -> bool:
+    "Whether a row is of an arm, whatever its rate, its seed and its checkpoint."
+    return replace(arm_of(row), lr=arm.lr, seed=arm.seed, split=arm.split,
+                   checkpoint=arm.checkpoint, corpus=arm.corpus) == arm
+
+
 def losses_of(rows: Iterable[Mapping[str, Any]], fmt: str) -> dict[str, list[float]]:
     "The confirmed losses of a panel's finished methods, in the order of the checkpoints."
-    names = {arm: name for name, arm in arms(fmt).items()}
-    usual, found = Arm(), {}
-    for row in rows:
-        if row["stage"] != "confirm" or row["format"] != fmt: continue
-        arm = replace(arm_of(row), lr=usual.lr, seed=usual.seed, split=usual.split,
-                      checkpoint=usual.checkpoint, corpus=usual.corpus)
-        if arm in names: found.setdefault(names[arm], {})[row["checkpoint"]] = row["val_loss"]
-    order = PROTOCOLS["bench-1"].confirm
-    return {
-        name: [ends[c] for c in order] for name, ends in found.items() if set(ends) >= set(order)
-    }
+    confirmed = [row for row in rows if row["stage"] == "confirm" and row["format"] == fmt]
+    order, found = PROTOCOLS["bench-1"].confirm, {}
+    for name, arm in arms(fmt).items():
+        ends = {row["checkpoint"]: row["val_loss"] for row in confirmed if same_arm(row, arm)}
+        if set(ends) >= set(order): found[name] = [ends[c] for c in order]
+    return found
 
 
 def above(losses: Losses, method: str, other: str) -> Interval:
