@@ -2,6 +2,7 @@
 every rule, storage and checkpoint makes of them."""
 import io
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,22 +12,27 @@ import torch
 from altgrad.basics import InputError
 from altgrad.evidence.bench import arms_of, bits_a_weight
 from altgrad.evidence.instrument import (
-    Arm, Bench, arm_facts, blank_model, recipe_of, row_identity, run_id
+    RECIPES, Arm, Bench, Task, arm_facts, blank_model, build_checkpoint, recipe_of, row_identity,
+    run_arm, run_id,
 )
 from altgrad.evidence.replicas import kind_of
 from altgrad.evidence.study import arm_of
 from altgrad.evidence.sweep import read_rows
 from altgrad.geometry.catalogue import RULES, Rule, RuleSettings, build_rule
 from altgrad.geometry.rivals.moments import (
-    MOMENTS, SIGNED, Dynamic, dynamic_map, pack_moment, unpack_moment, with_moments
+    MOMENTS, SIGNED, Dynamic, dynamic_map, is_packed, pack_moment, unpack_moment, with_moments
 )
 from altgrad.geometry.storage import make_grid_tensor
+from altgrad.training.checkpoint import pack_state, unpack_state
 from altgrad.training.config import make_config
+from altgrad.training.trainer import make_model, make_optimizers
+from tiny import TEXT
 
 logging.disable(logging.WARNING)  # torchao tells which of its GPU libraries it cannot load
-theirs = pytest.importorskip("torchao.optim.quant_utils")
-adam = pytest.importorskip("torchao.optim.adam")
-bnb = pytest.importorskip("bitsandbytes.functional")
+import bitsandbytes.functional as bnb  # noqa: E402
+import torchao.optim.adam as adam  # noqa: E402
+import torchao.optim.quant_utils as theirs  # noqa: E402
+
 logging.disable(logging.NOTSET)
 
 LEDGER = Path(__file__).resolve().parent.parent / "nbs/results/ledger/instrument.parquet"
@@ -290,3 +296,47 @@ def test_fp32_arms_of_a_verdict_keep_moments_in_float32():
         "rule": "coat8", "rival": "coat8", "rule_fp32": "float32", "rival_fp32": "float32",
         "master": "float32",
     }
+
+
+@pytest.mark.parametrize("rule, storage", [
+    ("adamw", "master"), ("riemannian_adamw", "grid_residual4")
+])
+def test_a_checkpoint_goes_on_bit_for_bit_and_fits_no_other_moments(rule, storage):
+    def fresh(moments):
+        c = make_config({"moments": moments, "rule": rule, "storage": storage, "format": "E4M3"})
+        model = make_model(c, 256, torch.device("cpu"))
+        return model, make_optimizers(model, c)
+    def move(model, optimizers, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for p in model.parameters(): p.grad = torch.randn(p.shape, generator=generator)
+        for optimizer in optimizers: optimizer.step()
+    model, optimizers = fresh("coat8")
+    move(model, optimizers, 1)
+    data = pack_state(model, optimizers, 1)
+    again = fresh("coat8")
+    unpack_state(data, "the file", *again)
+    for seed in (2, 3):
+        for pair in ((model, optimizers), again): move(*pair, seed)
+    for a, b in zip(model.parameters(), again[0].parameters()): assert torch.equal(a, b)
+    assert any(is_packed(v) for o in optimizers for s in o.state.values() for v in s.values())
+    for other, said in ((None, "saved in eight bits"), ("dynamic8", "not saved as dynamic8")):
+        with pytest.raises(InputError, match=said): unpack_state(data, "the file", *fresh(other))
+
+
+def test_a_run_with_packed_moments_is_another_run_with_other_weights(tmp_path, monkeypatch):
+    recipe = replace(RECIPES["tiny"], n_embd=64, steps=2)
+    monkeypatch.setitem(RECIPES, "wide", recipe)
+    (tmp_path / "text.txt").write_text(TEXT)
+    task = Task(steps=4, batch_size=2, warmup=1, chunks=4, windows=2, every=2)
+    bench = Bench(tmp_path, {"tiny": f"path:{tmp_path / 'text.txt'}"}, task, tmp_path / "cache")
+    build_checkpoint(bench, "wide-0")
+    arm = Arm(rule="adamw", checkpoint="wide-0", corpus="tiny")
+    rows = [run_arm(replace(arm, moments=name), bench) for name in MOMENTS]
+    assert len({row["weights_sha"] for row in rows}) == len({row["run"] for row in rows}) == 5
+    assert "moments" not in rows[0] and [row["moments"] for row in rows[1:]] == PACKED
+    # a code is wrong by an eighth at most: so much of what the steps did to the loss
+    most = abs(rows[0]["raw_loss"] - rows[0]["frozen_loss"]) / 8
+    for row in rows:
+        assert run_id(row_identity(row)) == row["run"]
+        assert abs(row["raw_loss"] - rows[0]["raw_loss"]) < most
+        assert run_arm(arm_of(row), bench)["weights_sha"] == row["weights_sha"]

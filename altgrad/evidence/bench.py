@@ -18,7 +18,7 @@ from enum import Enum
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import Any, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping
 
 # %% ../../nbs/evidence/06_bench.ipynb #affb6c85
 import torch
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from ..basics import COLORS, INK, InputError, in_figure_style, write_atomic
 from ..geometry.catalogue import RULES
 from ..geometry.outside import sources_of
-from ..geometry.storage import STORAGES, GridTensor, make_grid_tensor
+from ..geometry.storage import STORAGES, GridTensor, make_grid_tensor, write
 from ..training.experiment import Interval, interval
 from ..training.tracking import git_commit, machine, versions
 from .instrument import Arm, Bench, Task, Weights, make_rule
@@ -172,29 +172,61 @@ def _parts(p: Any) -> list[torch.Tensor]:
 def step_times(
     arms: list[Arm],
     task: Task,
-    rounds: int = 9,  # steps of each, after one that does not count
-) -> list[float]:  # milliseconds, in the order of the arms
+    rounds: int = 9,  # steps of each, after one that does not count; three where they are slow
+    compiled: bool = False,  # by torch.compile; writes to a grid stay as they are
+) -> list[float | None]:  # milliseconds, in the order of the arms; None for one that does not compile
     "The median time of a step of each arm's rule, with one weight of [1536, 384], one thread."
-    steps = [_stepper(arm, task) for arm in arms]
-    seconds: list[list[float]] = [[] for _ in arms]
+    make = _compiled_stepper if compiled else _stepper
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for _ in range(rounds + 1):
+        steps = [make(arm, task) for arm in arms]
+        seconds: list[list[float]] = [[] for _ in arms]
+        start = time.perf_counter()
+        for number in range(rounds + 1):
+            if number > 3 and time.perf_counter() - start > 5: break
             for step, times in zip(steps, seconds):
+                if step is None: continue
                 began = time.perf_counter()
                 step()
                 times.append(time.perf_counter() - began)
     finally: torch.set_num_threads(threads)
-    return [1e3 * statistics.median(times[1:]) for times in seconds]
+    return [1e3 * statistics.median(times[1:]) if times else None for times in seconds]
 
-def _stepper(arm: Arm, task: Task) -> Any:
-    "A function that makes one step of an arm's rule."
+def _one_weight(arm: Arm, task: Task) -> tuple[Any, torch.optim.Optimizer]:
+    "A weight with a gradient as an arm keeps it, and the arm's rule over it."
     start = torch.randn(1536, 384, generator=torch.Generator().manual_seed(0)) * 0.02
     if STORAGES[arm.storage].on_grid: start = make_grid_tensor(start, arm.format, arm.storage)
     weight = nn.Parameter(start)
     weight.grad = torch.full((1536, 384), 1e-3)
-    return make_rule(replace(arm, lr=1e-3), [weight], task).step
+    return weight, make_rule(replace(arm, lr=1e-3), [weight], task)
+
+def _stepper(arm: Arm, task: Task) -> Callable:
+    "A function that makes one step of an arm's rule."
+    return _one_weight(arm, task)[1].step
+
+# %% ../../nbs/evidence/06_bench.ipynb #b3c0a1d5
+def _compiled_stepper(arm: Arm, task: Task) -> Callable | None:
+    "The same, compiled; None where a compiler does not take it."
+    weight, rule = _one_weight(arm, task)
+    if "compiled" in rule.defaults:
+        for group in rule.param_groups: group["compiled"] = True
+        step: Callable = rule.step
+    else: step = _compiled_beside(weight, arm, task)
+    try: step()
+    except Exception: return None  # compilers raise whatever they meet
+    return step
+
+def _compiled_beside(weight: Any, arm: Arm, task: Task) -> Callable:
+    "A step of any optimizer on plain weights, compiled, and the write to the grid if there is one."
+    plain, rule = _one_weight(replace(arm, storage="fp32"), task)
+    step = torch.compile(rule.step)
+    if not isinstance(weight, GridTensor): return step
+    def through_grid() -> None:
+        plain.data.copy_(weight.latent())
+        step()
+        write(weight, plain.detach())
+    return through_grid
 
 # %% ../../nbs/evidence/06_bench.ipynb #c7f3d308
 class Trial(Sweep):
