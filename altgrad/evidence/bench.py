@@ -49,6 +49,7 @@ class Protocol:
     margin: float = 0.01  # nats: arms that are closer are equal
     task: Task = Task()
     folder: Path = Path(str(files("altgrad"))) / "evidence/bench_1"  # its `texts` and `checkpoints`
+    compiled: bool = True  # whether steps are timed compiled, too: up to a minute
 
     def bench(self) -> Bench:
         "Return its text and its checkpoints, ready to run."
@@ -70,7 +71,7 @@ PROTOCOLS = {
         "bench-1-quick",
         tune=("stdlib-0.1m-100", "stdlib-0.1m-101"),
         confirm=tuple(f"stdlib-0.1m-{k}" for k in range(104, 108)),
-        points=3, most=5,
+        points=3, most=5, compiled=False,
     ),
 }
 TUNE_SEED, CONFIRM_SEED = 1000, 0  # the first of those that tune, and the one that confirms
@@ -299,6 +300,11 @@ def _seconds(trial: Trial) -> float:
     rows = trial.rows.values()
     return sum(row["seconds"] for row in rows if replace(arm_of(row), **once) in cells)
 
+def _times(trial: Trial, roles: tuple[str, ...], compiled: bool) -> dict[str, float | None]:
+    "Return the time of a step by role, in ms."
+    arms = [trial.arms[role] for role in roles]
+    return dict(zip(roles, step_times(arms, trial.bench.task, compiled=compiled)))
+
 def _runs(trial: Trial) -> dict[str, Any]:
     "Return the runs under a card's numbers."
     tuned, ends = trial.tuned(), trial.ends()
@@ -319,14 +325,16 @@ def card_of(
     arm, protocol, bench = trial.arms["rule"], trial.protocol, trial.bench
     against = trial.arms["rival"].rule
     runs, measured = _runs(trial), {role: trial.arms[role] for role in ("rule", "rival", "master")}
-    times = step_times(list(measured.values()), bench.task)
+    compiled = ("rule", "rival") if protocol.compiled else ()
     return {
         "protocol": protocol.name, "rule": arm.rule, "format": arm.format, "storage": arm.storage,
         "against": against, "power": arm.power, "placement": arm.placement,
         "moments": arm.moments,
         **_compared(runs["losses"], protocol.margin),
         "bits": {role: bits_a_weight(a, bench) for role, a in measured.items()},
-        "step_ms": dict(zip(measured, times)), "seconds": _seconds(trial), **runs,
+        "step_ms": _times(trial, ("rule", "rival", "master"), compiled=False),
+        "step_ms_compiled": _times(trial, compiled, compiled=True),
+        "seconds": _seconds(trial), **runs,
         "checkpoints": list(protocol.confirm), "corpus_sha": bench.corpus(protocol.corpus).hash,
         "sources": sources_of([arm.rule, arm.storage, against]), "code": bench.code,
         "commit": git_commit(), "machine": machine(), "versions": versions(),
@@ -375,11 +383,11 @@ def card_text(
         f"bits a weight    {card['bits']['rule']:.4g}; {named['rival']} "
         f"{card['bits']['rival']:.4g}, {named['master']} {card['bits']['master']:.4g}",
     ]
-    mine, theirs = card["step_ms"]["rule"], card["step_ms"]["rival"]
-    lines.append(
-        f"a step    {mine / theirs:.2f} of the time of {named['rival']} ({mine:.3g} and "
-        f"{theirs:.3g} ms)"
-    )
+    for how, times in (("a step", card["step_ms"]), ("compiled", card["step_ms_compiled"])):
+        mine, theirs = times.get("rule"), times.get("rival")
+        if mine and theirs:
+            lines.append(f"{how}    {mine / theirs:.2f} of the time of {named['rival']} "
+                         f"({mine:.3g} and {theirs:.3g} ms)")
     if edges: lines.append(f"best rate at an end of those tried: {', '.join(edges)}")
     return "\n".join([*lines, sentence(card)])
 
