@@ -276,7 +276,9 @@ own = Storage("stochastic", fmt="bfloat16")
 """
 
 
-@pytest.mark.parametrize("mine, ours", [("near", "grid_nearest"), ("mine", "grid_residual4")])
+@pytest.mark.parametrize("mine, ours", [
+    ("near", "grid_nearest"), ("mine", "grid_residual4"), ("own", "bf16_stochastic")
+])
 def test_a_storage_by_its_place_is_the_one_of_the_catalogue_bit_for_bit(texts, here, mine, ours):
     (here / "own.py").write_text(STORAGE)
     base = Arm(checkpoint="tiny-0", corpus="tiny", rule="adamw", lr=0.01, storage=ours)

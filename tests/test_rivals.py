@@ -1,4 +1,4 @@
-"""Rivals beside their authors' own code, where that is installed but does not run on a CPU."""
+"""Rivals beside their authors' own code, where that is no example for a page."""
 import importlib.util
 import sys
 from types import ModuleType
@@ -6,8 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from altgrad.geometry.keeping import Storage
 from altgrad.geometry.rivals.split import Split
 from altgrad.numbers.formats import get_format
+from altgrad.numbers.quantize import fake_quantize
 
 FLASH = importlib.util.find_spec("flashoptim")  # pip install --no-deps flashoptim
 
@@ -67,3 +69,19 @@ def test_split_weights_are_those_of_flashoptim_to_the_last_bit(flash, bits):
     joined = flash._apply_error_correction(narrow, ours.as_subclass(Block), 7, kind.levels)
     assert torch.equal(kind.latent(q, ours, fmt), joined.as_subclass(torch.Tensor))
     assert ours.float().abs().max() == kind.levels and len(ours.unique()) > 2**bits / 3
+
+
+def test_stochastic_rounding_to_bfloat16_is_that_of_torchao():
+    theirs = pytest.importorskip("torchao.optim.quant_utils")._fp32_to_bf16_sr
+    torch.manual_seed(2)
+    x, fmt, n = torch.randn(500), get_format("bfloat16"), 1024
+    low, high = (fake_quantize(x, fmt, rounding=r) for r in ("down", "up"))
+    chance = ((x - low) / (high - low)).nan_to_num(0)
+    kind, up = Storage("stochastic", fmt="bfloat16"), torch.zeros(2, 500)
+    for key in range(n):
+        drawn = torch.stack([kind.round(x, fmt, key), theirs(x).float()])
+        assert ((drawn == low) | (drawn == high)).all()
+        up += drawn == high
+    # five standard errors, and 2^-16 for bits that torchao does not draw
+    allowed = 5 * (chance * (1 - chance) / n).sqrt() + 2.0**-16
+    assert ((up / n - chance).abs() <= allowed).all()

@@ -133,7 +133,7 @@ def _of_grid(w: GridTensor) -> Codes:
 # %% ../../nbs/geometry/06_interchange.ipynb #74440d83
 @torch.no_grad()
 def _codes_of(layer: Any) -> Codes:
-    "The weight that a quantized layer multiplies by."
+    "The weight that a quantized layer multiplies by; of one that lives on a grid, what is stored."
     held = layer.weight.data
     if isinstance(held, GridTensor): return _of_grid(held)
     granularity = layer.points["weight"].precision.granularity

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, check_float, get_format
 from ..numbers.kernels import rounding_key
-from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import compute_scale
 from .keeping import Storage, pack, unpack
 from .rivals.kahan import Kahan

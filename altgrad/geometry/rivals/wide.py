@@ -15,7 +15,6 @@ from torch import Tensor
 # %% ../../../nbs/geometry/rivals/02_wide.ipynb #46ae1761
 from ...basics import InputError
 from ...numbers.formats import FP8Format
-from ...numbers.quantize import fake_quantize
 from ..keeping import Storage, gap_beside, pack_bits, unpack_bits
 from ..spacing import code_coordinate
 
