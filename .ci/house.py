@@ -58,11 +58,11 @@ def imports(path: Path, everywhere: bool = True) -> set[str]:
 
 
 def rooms() -> dict[str, list[str]]:
-    "The modules of each floor in the order in which one reads."
+    "The modules of each floor in the order in which one reads; a folder within is one room."
     found: dict[str, list[str]] = {name: [] for name in FLOORS}
     for path in sorted(FILES, key=notebook_of):
-        name, _, room = name_of(path).partition(".")
-        if room: found[name].append(room)
+        name, *rest = name_of(path).split(".")
+        if rest and rest[0] not in found[name]: found[name].append(rest[0])
     return found
 
 

@@ -248,7 +248,8 @@ def _add_bench(commands: Any) -> None:
                    help="of the weights; your own is FILE.py:NAME (default: grid_stochastic)")
     p.add_argument("--against", default="adamw", metavar="RULE", help="rival (default: adamw)")
     p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append", type=_setting,
-                   default=[], help="power, placement or floor_octaves, for rules that read them")
+                   default=[],
+                   help="power, placement or floor_octaves, for rules that read them; or moments")
     p.add_argument("--quick", action="store_true", help="fewer runs: a rough answer")
     p.add_argument("--out", default="runs/bench", metavar="DIR",
                    help="folder of the ledger and the cards (default: runs/bench)")
@@ -648,7 +649,7 @@ def _rate_lines(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 # %% ../nbs/cli.ipynb #2160e976
-_OF_RULES = ("power", "placement", "floor_octaves")  # what an arm may say of its rule
+_OF_RULES = ("power", "placement", "floor_octaves", "moments")  # what an arm may say of its rule
 
 # %% ../nbs/cli.ipynb #b3763407
 def _bench(args: argparse.Namespace) -> int:

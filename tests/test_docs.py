@@ -109,7 +109,10 @@ def test_the_reference_stands_on_the_floors():
         "numbers", "geometry", "model", "watching", "training", "evidence", "views"
     ]
     assert all(
-        pages == sorted(f"{folder}/{p.name}" for p in (ROOT / "nbs" / folder).glob("*.ipynb"))
+        pages == sorted(
+            p.relative_to(ROOT / "nbs").as_posix()
+            for p in (ROOT / "nbs" / folder).rglob("*.ipynb")
+        )
         for folder, pages in sections.items()
     )
 

@@ -123,6 +123,7 @@ FAULTS = {  # a change of a valid file -> what is said
     "rule": (lambda c: c.update(against="nobody"), "unknown against 'nobody'"),
     "format": (lambda c: c.update(format="E4M4"), "unknown format 'E4M4'"),
     "power": (lambda c: c.update(placement="nowhere"), "unknown placement 'nowhere'"),
+    "moments": (lambda c: c.update(moments="int3"), "unknown moments 'int3'"),
     "no text": (lambda c: c["sources"].clear(), "sources has no text of mine.py:Mine@"),
     "a text": (lambda c: c["sources"].update(other=""), "sources has a text that nothing names"),
     "its text": (lambda c: c["sources"].update({c["rule"]: SIGN + "\n"}), "has the hash"),

@@ -15,7 +15,7 @@ from altgrad.geometry.catalogue import RULES, RuleSettings, build_rule
 from altgrad.geometry.outside import recall, refuse_outside, sources_of, use_rule
 from altgrad.geometry.storage import STORAGES, make_grid_tensor
 from altgrad.evidence.instrument import (
-    Arm, Bench, arm_storages, build_checkpoint, identity, run_arm, run_id,
+    Arm, Bench, build_checkpoint, identity, run_arm, run_id,
 )
 from altgrad.evidence.study import arm_of
 from altgrad.evidence.sweep import Ledger, replay
@@ -88,7 +88,7 @@ def lion_by_hand(w: torch.Tensor, m: torch.Tensor, g: torch.Tensor, lr: float) -
     return w * (1 - 0.01 * lr) - lr * torch.sign(0.9 * m + 0.1 * g)
 
 
-@pytest.mark.parametrize("storage", arm_storages())
+@pytest.mark.parametrize("storage", STORAGES)
 def test_torch_adamw_by_its_place_is_the_adamw_of_the_catalogue_bit_for_bit(texts, here, storage):
     arm = Arm(checkpoint="tiny-0", corpus="tiny", storage=storage, lr=0.01, rule="adamw")
     theirs = run_arm(Arm(**{**vars(arm), "rule": "torch.optim:AdamW"}), bench(texts))
@@ -147,7 +147,7 @@ def test_a_run_keeps_the_file_and_goes_on_without_it(texts, here, capsys):
     run = here / "runs/mine"
     assert (run / "lion.py").read_text() == LION
     (here / "lion.py").unlink()
-    for name in [name for name in RULES if name.startswith("lion")]: del RULES[name]
+    for name in [name for name in RULES if name.startswith("lion.py")]: del RULES[name]
     assert main(["train", str(run / "config.yaml"), "--out", "runs", "--set", "name=mine",
                  "--set", "max_steps=2", "--wandb", "off"]) == 0
 
@@ -166,7 +166,7 @@ def test_an_edited_rule_is_another_run(texts, here, capsys):
 def test_a_row_is_read_without_its_code_and_replayed_with_it(texts, here, capsys):
     assert sweep(texts, "ledger", "--workers", "2") == 0
     (here / "lion.py").unlink()
-    for name in [name for name in RULES if name.startswith("lion")]: del RULES[name]
+    for name in [name for name in RULES if name.startswith("lion.py")]: del RULES[name]
     row = Ledger("ledger").rows()[-1]
     arm = arm_of(row)
     assert arm.rule == row["rule"] and arm.rule not in RULES
@@ -307,7 +307,6 @@ def test_a_run_with_a_storage_of_ones_own_goes_on_after_a_kill(texts, here):
 @pytest.mark.parametrize("storage, said", {
     "own.py:wrong": "says 12 bits and keeps 8",
     "own.py:Mine": "is no instance of",
-    "own.py:own": "has a format of its own",
     "own.py:absent": "unknown name of own.py",
 }.items())
 def test_a_storage_that_cannot_be_used_is_named(here, storage, said):

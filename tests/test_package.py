@@ -93,7 +93,7 @@ def test_the_wheel_holds_every_module_and_its_types(dist):
     assert inside == {
         p.relative_to(ROOT).as_posix()
         for p in (ROOT / "altgrad").rglob("*.*")
-        if p.suffix in (".py", ".typed")
+        if p.suffix in (".py", ".typed") or p.is_file() and "bench_1" in p.parts
     }
     assert "altgrad/py.typed" in inside
     with tarfile.open(next(dist.glob("*.tar.gz"))) as sdist:
@@ -128,6 +128,27 @@ def test_the_demo(user):
         "altgrad", "compare", "bf16_baseline", "e7m0_fp8", *settings, "--out", "demo", "--wandb",
         "off",
     )
+
+
+RULE = """
+import torch
+class Mine(torch.optim.SGD):
+    def __init__(self, params, lr=1e-3): super().__init__(params, lr=lr)
+"""
+ONE_RUN = f"""
+from pathlib import Path
+from altgrad.evidence.bench import PROTOCOLS
+from altgrad.evidence.instrument import Arm, run_arm
+Path("mine.py").write_text({RULE!r})
+protocol = PROTOCOLS["bench-1"]
+row = run_arm(Arm(rule="mine.py:Mine", checkpoint=protocol.confirm[0]), protocol.bench())
+print(row["steps"], *row["sources"].values())
+"""
+
+
+def test_the_bench_brings_its_text_and_checkpoints(user):
+    said = user("python", "-c", ONE_RUN)
+    assert said.startswith("200 ") and RULE in said
 
 
 def test_every_import_is_a_requirement_or_an_extra():

@@ -58,13 +58,13 @@ def odd(**values) -> Arm:
 
 
 def test_a_rule_without_a_branch_is_refused_everywhere(monkeypatch, capsys):
-    with pytest.raises(InputError, match="unknown rule 'lion'"):
-        make_rule(odd(rule="lion"), [torch.nn.Parameter(torch.ones(3))], TASK)
-    with pytest.raises(InputError, match="lion"): kind_of(odd(rule="lion"))
-    with pytest.raises(InputError, match="unknown rule 'lion'"):
-        config.make_config({"rule": "lion"})
-    assert main(["max-lr", "E4M3", "--rule", "lion", "--out", "nowhere", "--guess", "1"]) == 2
-    assert "lion" in capsys.readouterr().err
+    with pytest.raises(InputError, match="unknown rule 'lions'"):
+        make_rule(odd(rule="lions"), [torch.nn.Parameter(torch.ones(3))], TASK)
+    with pytest.raises(InputError, match="lions"): kind_of(odd(rule="lions"))
+    with pytest.raises(InputError, match="unknown rule 'lions'"):
+        config.make_config({"rule": "lions"})
+    assert main(["max-lr", "E4M3", "--rule", "lions", "--out", "nowhere", "--guess", "1"]) == 2
+    assert "lions" in capsys.readouterr().err
 
 
 def test_a_placement_without_a_branch_is_refused(monkeypatch):
@@ -165,7 +165,7 @@ def test_every_module_that_a_run_calls_is_part_of_its_identity(here):
     ready.corpus("tiny")  # a text's tokens have a hash of their own
     arms = [
         Arm(checkpoint="tiny-0", corpus="tiny", storage=s, lr=0.01)
-        for s in instrument.arm_storages()
+        for s in STORAGES
     ]
     arms += [
         Arm(checkpoint="tiny-0", corpus="tiny", rule=r, lr=0.01)

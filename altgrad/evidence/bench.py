@@ -140,9 +140,10 @@ def arms_of(
     plain = replace(arm, power=0.0, placement="update")
     rival = replace(plain, rule=against)
     return {
-        "rule": arm, "rival": rival, "rule_fp32": replace(arm, storage="fp32"),
-        "rival_fp32": replace(rival, storage="fp32"),
-        "master": replace(plain, rule="adamw", storage="master"),
+        "rule": arm, "rival": rival,
+        "rule_fp32": replace(arm, storage="fp32", moments="float32"),
+        "rival_fp32": replace(rival, storage="fp32", moments="float32"),
+        "master": replace(plain, rule="adamw", storage="master", moments="float32"),
     }
 
 # %% ../../nbs/evidence/06_bench.ipynb #9be5f7c5
@@ -295,7 +296,7 @@ def card_of(
     return {
         "protocol": protocol.name, "rule": arm.rule, "format": arm.format, "storage": arm.storage,
         "against": against, "power": arm.power, "placement": arm.placement,
-        "floor_octaves": arm.floor_octaves,
+        "floor_octaves": arm.floor_octaves, "moments": arm.moments,
         **compared(runs["losses"], protocol.margin),
         "bits": {role: bits_a_weight(a, bench) for role, a in measured.items()},
         "step_ms": dict(zip(measured, times)), "seconds": _seconds(trial), **runs,
@@ -317,6 +318,7 @@ def sentence(
 ) -> str:
     "The verdict of a card in words."
     what = f"{shown_name(card['rule'])} in {shown_name(card['storage'])} {card['format']}"
+    if (moments := card.get("moments", "float32")) != "float32": what += f", {moments} moments,"
     runs, lost = len(card["checkpoints"]), card["diverged"]["rule"]
     if not card["moved"]: return f"{what} never moves a weight: every update is rounded away."
     if lost:
@@ -387,6 +389,7 @@ def card_folder(
 ) -> Path:
     "The folder of a card and its picture."
     name = f"{shown_name(card['rule'])}_{shown_name(card['storage'])}_{card['format']}"
+    if card["moments"] != "float32": name += f"_{card['moments']}"
     return Path(out) / name.replace(":", "_")
 
 def run_bench(

@@ -82,7 +82,7 @@ _MEASURED = dict.fromkeys(("rule", "rival", "master"), _POSITIVE)
 _MACHINE = {"system": _LINE, "cpu": _LINE, "capability": _LINE, "cores": _COUNT, "threads": _COUNT}
 _SHAPE = {  # of a submission: every key, and what its value must be
     "protocol": _LINE, "rule": _LINE, "format": _LINE, "storage": _LINE, "against": _LINE,
-    "power": _NUMBER, "placement": _LINE, "floor_octaves": _NUMBER,
+    "power": _NUMBER, "placement": _LINE, "floor_octaves": _NUMBER, "moments": _LINE,
     "gain": _INTERVAL, "difference_of_gains": _INTERVAL, "below_master": _INTERVAL,
     "verdict": _LINE, "more_checkpoints": _COUNT,
     "bits": _MEASURED, "step_ms": _MEASURED, "seconds": _POSITIVE,
@@ -170,7 +170,7 @@ def _shown(found: Any) -> str:
 # %% ../../nbs/evidence/07_leaderboard.ipynb #41cefce6
 def _run_of(card: Mapping[str, Any], role: str, checkpoint: str) -> Arm:
     "The confirming run of a card from a checkpoint."
-    keys = ("format", "storage", "rule", "power", "placement", "floor_octaves")
+    keys = ("format", "storage", "rule", "power", "placement", "floor_octaves", "moments")
     corpus = PROTOCOLS[card["protocol"]].corpus
     arm = Arm(**{key: card[key] for key in keys}, corpus=corpus, checkpoint=checkpoint)
     rate = card["rates"][role]
@@ -221,8 +221,10 @@ class Submission:
 
     @property
     def name(self) -> str:
-        "The rule, its storage and its format."
-        return " ".join([*(shown_name(self.card[k]) for k in ("rule", "storage")), self.card["format"]])
+        "The rule, its storage and its format, and its moments where they are not in float32."
+        card = self.card
+        words = [shown_name(card["rule"]), shown_name(card["storage"]), card["format"]]
+        return " ".join(words + [f"{m} moments" for m in [card["moments"]] if m != "float32"])
 
     @property
     def older(self) -> bool:
@@ -415,7 +417,7 @@ def _panel(ax: Any, name: str, rows: list[Submission]) -> None:
         mean, low, high = row.above
         face = color if row.counts else "none"  # hollow: marked in the table
         ax.errorbar(row.bits, mean, [[mean - low], [high - mean]], fmt="o", capsize=3, color=color,
-                    markerfacecolor=face, label=f"{k}  {row.name.removesuffix(f' {name}')}")
+                    markerfacecolor=face, label=f"{k}  {row.name.replace(f' {name}', '', 1)}")
         ax.annotate(str(k), (row.bits, mean), xytext=(6, 4), textcoords="offset points")
     edge = frontier((row.bits, row.above.mean) for row in rows if row.counts)
     if edge: ax.step(*zip(*edge), where="post", color=INK, lw=1)

@@ -118,6 +118,8 @@ def kind_of(arm: Arm) -> tuple:
     """Return what arms must share to be one batch: the way the rule moves, and the model's shape;
     InputError for an arm that cannot be stacked."""
     fmt, r = get_format(arm.format), recipe_of(arm.checkpoint)[0]
+    if arm.moments != "float32":
+        raise InputError(f"replicas keep moments in float32, not as {arm.moments}")
     if not stacks(get_storage(arm.storage)):
         allowed = ", ".join(name for name, storage in STORAGES.items() if stacks(storage))
         raise InputError(f"replicas have no storage {arm.storage!r}; allowed: {allowed}")
@@ -222,7 +224,7 @@ class Replicas:
         self.facts = facts_of([g["fmt"] for g in self.groups], self.w[0])
         self.on_grid = self._column([kind.on_grid for kind in kinds], torch.bool)
         # products see rounded weights, the rule float32 ones
-        rounded = [kind.quantized and not kind.on_grid for kind in kinds]
+        rounded = [kind.rounded_in_use for kind in kinds]
         self.master = self._column(rounded, torch.bool)
         stochastic = [kind.rounding == "stochastic" for kind in kinds]
         self.by_chance = self._column(stochastic, torch.bool)

@@ -77,6 +77,8 @@ class StabilitySearch(Sweep):
         cells = tuple((replace(arm, lr=0.0), arm.lr) for arm in arms)
         if any(not 0 < guess <= 1e100 for _, guess in cells):
             raise InputError("a search begins at a learning rate above 0 and at most 1e100")
+        if any(arm.moments != "float32" for arm, _ in cells):
+            raise InputError("a search for the largest learning rate keeps moments in float32")
         super().__init__(Matrix("stability", 0, cells, checkpoints, seeds, (), task=bench.task),
                          out, bench, accept)
         self.repeats = list(zip(cycle(checkpoints), seeds))

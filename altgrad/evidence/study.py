@@ -15,7 +15,7 @@ __all__ = ['POWERS', 'RANKED', 'PRIMARY', 'QUANTIZED', 'Weights', 'LEAST_P', 'SM
 # %% ../../nbs/evidence/02_study.ipynb #ae7e7545
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import chain, combinations, product
@@ -29,7 +29,7 @@ from scipy.stats import t as student_t
 
 from ..basics import COLORS, INK, InputError
 from ..numbers.formats import EIGHT_BIT
-from .instrument import Arm
+from .instrument import Arm, arm_values
 from .sweep import Loss, Matrix, Plan, Tuning, loss_of_row, plan, read_rows
 
 # %% ../../nbs/evidence/02_study.ipynb #8b7caf54
@@ -48,7 +48,7 @@ def arm_of(
     row: Mapping[str, Any],
 ) -> Arm:
     "The arm of a row."
-    return Arm(**{f.name: row[f.name] for f in fields(Arm)})
+    return Arm(**arm_values(row))
 
 # %% ../../nbs/evidence/02_study.ipynb #b5f3394c
 @dataclass(frozen=True)
@@ -251,7 +251,8 @@ def slope_over_fp32(study: Study, fmt: str, storage: str,
 
 def gain(study: Study, cell: Arm) -> Weights:
     "Loss of AdamW minus loss of the cell, in the cell's storage: the plain benefit."
-    return minus({study.cell(cell.format, cell.storage): 1.0}, {cell: 1.0})
+    plain = study.cell(cell.format, cell.storage, moments=cell.moments)
+    return minus({plain: 1.0}, {cell: 1.0})
 
 # %% ../../nbs/evidence/02_study.ipynb #e7055912
 def gain_over_fp32(study: Study, cell: Arm) -> Weights:
@@ -574,6 +575,7 @@ def candidates(study: Study, fmt: str, storage: str) -> dict[Arm, float]:
     plain, found = study.cell(fmt, storage), {}
     for a, t in study.tuned.items():
         if (a.format, a.storage) != (fmt, storage) or a == plain or a.rule == "adamw": continue
+        if a.moments != plain.moments: continue
         if a in ready and replace(a, storage="fp32") in ready: found[a] = min(t.losses)
     return found
 

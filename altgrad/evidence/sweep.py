@@ -43,12 +43,13 @@ from ..geometry.outside import recall, sources_of, use_rule, use_storage
 from ..geometry.storage import STORAGES
 from ..training.data import ARCHIVE
 from ..training.tracking import check_place, git_commit, machine, read_line, versions
-from .instrument import (MOST_POWER, SPLITS, VERSION, Arm, Bench, Task,
-                                         build_checkpoint, identity, recipe_of, row_identity,
-                                         run_arm, run_id, validation_pieces)
+from .instrument import (LATER, MOST_POWER, SPLITS, VERSION, Arm, Bench, Task,
+                                         arm_values, build_checkpoint, identity, make_rule,
+                                         recipe_of, row_identity, run_arm, run_id,
+                                         validation_pieces)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #0e5558a8
-AXES = ("format", "storage", "rule", "placement", "power", "floor_octaves")
+AXES = ("format", "storage", "rule", "placement", "power", "floor_octaves", "moments")
 
 # %% ../../nbs/evidence/01_sweep.ipynb #6c233c4f
 @dataclass(frozen=True)
@@ -380,8 +381,8 @@ _KINDS: dict[str, type | None] = {
     "text": str, "flag": bool, "number": None, "whole number": int, "mapping": dict, "list": list
 }
 _OF_ARM = {"str": "text", "float": "number", "int": "whole number"}
-_ARM = {f.name: Column(_OF_ARM[getattr(f.type, "__name__", str(f.type))], "replay")
-        for f in fields(Arm)}
+_ARM = {f.name: Column(_OF_ARM[getattr(f.type, "__name__", str(f.type))],
+                       "" if f.name in LATER else "replay") for f in fields(Arm)}
 
 # %% ../../nbs/evidence/01_sweep.ipynb #c66db850
 COLUMNS = {  # the one table of what is read from a row: in this order a missing value is named
@@ -536,6 +537,7 @@ def _arm_text(row: Mapping[str, Any], rate: bool) -> str:
         words.append(f"p={row['power']:g}")
     if row.get("placement") == "gradient": words.append("on the gradient")
     if row.get("floor_octaves") is not None: words.append(f"R={row['floor_octaves']:g}")
+    if row.get("moments") is not None: words.append(f"moments {row['moments']}")
     if rate and row.get("lr"): words.append(f"lr={row['lr']:g}")
     return " ".join(words)
 
@@ -721,6 +723,7 @@ def _label(arm: Arm) -> str:
     if arm.rule == "stiffness_adamw": words.append(f"p={arm.power:g}")
     if arm.rule == "stiffness_adamw" and arm.placement == "gradient":
         words.append("on the gradient")
+    if arm.moments != "float32": words.append(f"moments {arm.moments}")
     return " ".join([*words, f"lr={arm.lr:g} {arm.checkpoint} seed {arm.seed} {arm.split}"])
 
 # %% ../../nbs/evidence/01_sweep.ipynb #bc15663c
@@ -794,6 +797,8 @@ def _check_sweep(sweep: Sweep) -> None:
     for arm, _ in sweep.matrix.cells:
         use_rule(arm.rule)
         use_storage(arm.storage)
+        if arm.moments == "float32": continue
+        make_rule(arm, [torch.nn.Parameter(torch.ones(1, 1))], sweep.matrix.task)
     for name in names:
         if os.path.lexists(sweep.bench.file(name)): sweep.bench.state(name)
         else: sweep.bench.corpus(recipe_of(name)[0].corpus)
@@ -1010,7 +1015,7 @@ def replay(
     kept: Path | None = None,  # folder of stored checkpoints, see `beside`
 ) -> tuple[bool, str]:  # whether it agrees, and a sentence
     "Makes a row's run again and compares; InputError where it cannot be the same run."
-    arm = Arm(**{f.name: row[f.name] for f in fields(Arm)})
+    arm = Arm(**arm_values(row))
     sources = row.get("sources") or {}
     for name in sources: tell(f"{name} is imported from the row")
     recall(sources)

@@ -14,6 +14,10 @@ import torch
 from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format
 from . import optim
+from .rivals.average import AveragedAdamW
+from .rivals.eco import ECO
+from .rivals.lion import Lion
+from .rivals.moments import is_packed, with_moments
 from .storage import STORAGES, GridTensor
 
 # %% ../../nbs/geometry/05_catalogue.ipynb #85f169bd
@@ -33,6 +37,7 @@ class RuleSettings:
     seed: int = 0  # of stochastic rounding
     storage: str = "master"  # where the weights live: one of `STORAGES`
     rounding: str = "stochastic"  # of float weights by a rule that moves them by whole codes
+    moments: str = "float32"  # how they are kept between steps: one of `MOMENTS`
 
     @property
     def format(self) -> FP8Format | None:
@@ -73,15 +78,36 @@ class Rule:
         "Return whether the rule is told the format, and itself stores the weights that it moves."
         return self.optimizer is not None and issubclass(self.optimizer, optim.GeometryOptimizer)
 
+    @property
+    def averages(self) -> bool:
+        "Return whether the rule keeps averages that are validated in the weights' place."
+        return hasattr(self.optimizer, "averages")
+
     def build(
         self, parameters: Iterable[torch.Tensor], settings: RuleSettings
     ) -> torch.optim.Optimizer:
         "Make it for these weights, of any shapes, with the settings that it reads."
-        parameters, make = list(parameters), self.optimizer
+        if settings.moments != "float32": self._try_moments(settings)
+        return self._make(list(parameters), settings)
+
+    def _make(self, parameters: list[Any], settings: RuleSettings) -> torch.optim.Optimizer:
+        make = self.optimizer
         told = {key: getattr(settings, key) for key in self.reads.split()}
         if self.knows_grids: told["fmt"] = settings.fmt
         elif any(isinstance(p, GridTensor) for p in parameters): make = optim.on_grids(make)
+        make = with_moments(make, settings.moments)
         return make(parameters, lr=settings.lr, **told, **self.fixed)
+
+    def _try_moments(self, settings: RuleSettings) -> None:
+        "InputError for a rule whose moments cannot be kept so, or that has none."
+        weight = torch.nn.Parameter(torch.ones(64, 64))
+        weight.grad = torch.ones(64, 64)
+        optimizer = self._make([weight], settings)
+        with torch.random.fork_rng(devices=[]): optimizer.step()
+        if not any(map(is_packed, optimizer.state[weight].values())):
+            raise InputError(
+                f"{type(optimizer).__name__} has no moments to keep as {settings.moments}"
+            )
 
     def stacked(self, placement: str = "update") -> optim.Stacked | None:
         "Return the code that moves replicas of it at once; None: they are trained one by one."
@@ -120,6 +146,21 @@ RULES = {  # the one table of update rules
         getattr(torch.optim, "Muon", None), reads="momentum weight_decay",
         fixed={"adjust_lr_fn": "match_rms_adamw"}, guess=4e-3, unit="weight",
         source="Jordan et al. 2024",
+    ),
+    "lion": Rule(
+        Lion, reads="betas weight_decay", guess=1e-3, unit="weight", source="Chen et al. 2023",
+    ),
+    "sgd": Rule(
+        torch.optim.SGD, reads="momentum", guess=0.05, unit="weight / gradient",
+        source="Polyak 1964",
+    ),
+    "eco": Rule(
+        ECO, reads="betas eps weight_decay", guess=4e-3, unit="weight",
+        source="Nikdan et al. 2026",
+    ),
+    "averaged_adamw": Rule(
+        AveragedAdamW, reads="betas eps weight_decay", guess=4e-3, unit="weight",
+        source="Polyak and Juditsky 1992",
     ),
 }
 
@@ -165,9 +206,6 @@ def storages_table() -> str:  # Markdown
     "The table of storages, for pages."
     rows = ["| storage | bits a weight | products see | a write rounds |", "|---|---|---|---|"]
     for name, kind in STORAGES.items():
-        how = kind.rounding or "not"
-        if kind.residual_bits: how += f", and keeps {kind.residual_bits} bits of what is left"
-        if kind.fmt: how += f", to {kind.fmt}"
         seen = "rounded weights" if kind.quantized else "the weights"
-        rows.append(f"| {name} | {kind.bits} | {seen} | {how} |")
+        rows.append(f"| {name} | {kind.bits} | {seen} | {kind.words} |")
     return "\n".join(rows)

@@ -84,10 +84,26 @@ class Storage:
         return self.rounding is not None
 
     @property
+    def rounded_in_use(self) -> bool:
+        "Return whether products round a weight that is stored in another format than theirs."
+        return self.quantized and (not self.on_grid or self.fmt is not None)
+
+    @property
     def bits(self) -> float:
         "Bits a weight between two steps, for an 8-bit format."
         if not self.on_grid: return 32
         return (get_format(self.fmt).bits if self.fmt else 8) + self.residual_bits
+
+    @property
+    def words(self) -> str:
+        "What a write does, in words."
+        said = self.rounding or "not"
+        if self.residual_bits: said += f", and keeps {self.residual_bits} bits of what is left"
+        return f"{said}, to {self.fmt}" if self.fmt else said
+
+    def start(self, w: Tensor, fmt: FP8Format, key: int | Tensor) -> Tensor:
+        "Round first weights, of any shape and in units of the format: to nearest."
+        return fake_quantize(w, fmt)
 
     def round(self, w: Tensor, fmt: FP8Format, key: int | Tensor) -> Tensor:
         "Round `w`, of any shape and in units of the format, to its values; `key` draws."

@@ -137,6 +137,11 @@ class GeometryOptimizer(torch.optim.Optimizer):
         "Update one parameter's values and moments in place."
         raise NotImplementedError
 
+    def stored(
+        self, job: Job, p: Any, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
+        "Take note of what became of the values `job.w`: the parameter `p` holds what was stored."
+
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> Any:  # the closure's loss, if there is one
         "Make one update of every parameter that has a gradient."
@@ -179,12 +184,11 @@ def _update(
     state["step"] = state.get("step", 0) + 1
     moments = [state[name].view(-1) for name in optimizer.moments(group)]
     if spare is not None: spare = spare[: w.numel()].to(w)
-    optimizer.move(
-        Job(w, p.grad.reshape(-1), moments, None if grid is None else grid.to(w), spare, on_grid),
-        group, state,
-    )
+    job = Job(w, p.grad.reshape(-1), moments, None if grid is None else grid.to(w), spare, on_grid)
+    optimizer.move(job, group, state)
     if on_grid: write(p, w.view(p.shape))
     elif w.data_ptr() != p.data_ptr(): p.copy_(w.view(p.shape))  # it was not contiguous
+    optimizer.stored(job, p, group, state)
 
 # %% ../../nbs/geometry/04_optim.ipynb #02299e12
 def _exchange(optimizer: torch.optim.Optimizer, by: Mapping[Any, Tensor]) -> None:

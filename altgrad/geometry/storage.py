@@ -21,6 +21,9 @@ from ..numbers.kernels import rounding_key
 from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import compute_scale
 from .keeping import Storage, pack, unpack
+from .rivals.kahan import Kahan
+from .rivals.split import Split
+from .rivals.wide import Wide
 
 # %% ../../nbs/geometry/03_storage.ipynb #e4f4d07f
 class GridTensor(torch.Tensor):
@@ -193,6 +196,12 @@ STORAGES = {  # the one table of storages
     "grid_residual4": Storage("nearest", residual_bits=4),
     "grid_residual8": Storage("nearest", residual_bits=8),
     "bf16": Storage("nearest", fmt="bfloat16"),
+    "bf16_stochastic": Storage("stochastic", fmt="bfloat16"),
+    "bf16_kahan": Kahan("nearest", fmt="bfloat16"),
+    "bf16_split8": Split("nearest", residual_bits=8, fmt="bfloat16"),
+    "bf16_split16": Split("nearest", residual_bits=16, fmt="bfloat16"),
+    "grid_kahan": Kahan("stochastic"),
+    "grid_wide4": Wide("stochastic", residual_bits=4),
 }
 
 # %% ../../nbs/geometry/03_storage.ipynb #babbba90
@@ -210,7 +219,7 @@ def grid_storages() -> list[str]:
 # %% ../../nbs/geometry/03_storage.ipynb #eeeeaabe
 def make_grid_tensor(
     w: Tensor,  # float32 or float64 values of any shape; others become float32
-    fmt: FP8Format | str,  # ignored for `bf16`
+    fmt: FP8Format | str,  # ignored by a storage with a format of its own
     storage: str,  # one of `grid_storages()`
     seed: int = 0,  # of stochastic rounding
     tensor: int = 0,  # number of the tensor in its model, so that no two draw the same
@@ -229,10 +238,9 @@ def make_grid_tensor(
     how = {"fmt": fmt, "storage": storage, "seed": seed, "tensor": tensor,
            "counts": torch.zeros(5, dtype=torch.int64, device=w.device),
            "nonfinite": torch.zeros((), dtype=torch.int64, device=w.device)}
-    grid = GridTensor(
-        pack(fake_quantize(w / scale, fmt), fmt), scale.clone(), writes, rescales, how
-    )
     key = rounding_key(seed, 2**32 - 1, tensor)  # a step that no write has
+    codes = pack(kind.start(w / scale, fmt, key), fmt)
+    grid = GridTensor(codes, scale.clone(), writes, rescales, how)
     grid.residual = kind.remember(w / scale, unpack(grid.codes, fmt), fmt, key)
     return grid
 

@@ -8,7 +8,7 @@ __all__ = ['CLASSES', 'fast_bfloat16', 'multiplies_narrow', 'Quantized', 'Quanti
 # %% ../../nbs/model/03_products.ipynb #e2fa5b92
 import threading
 from contextlib import contextmanager
-from typing import Any, Iterator, Self, cast
+from typing import Any, Iterator, Self, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -120,12 +120,15 @@ class _Kept(torch.autograd.Function):
     def backward(ctx, grad): return grad, None
 
 # %% ../../nbs/model/03_products.ipynb #8d033122
+def _on_grid_of(w: Tensor, fmt: FP8Format) -> TypeGuard[GridTensor]:
+    "Return whether a weight is stored as values of the format."
+    return isinstance(w, GridTensor) and w.fmt == fmt
+
 def _rounded_now(layer: "Quantized", advance: bool) -> Tensor:
-    """The weight's rounded value without a gradient:
-    a grid's weight is a value of its format already."""
-    w = layer.weight
-    if isinstance(w, GridTensor): return w.data.dequantize()
-    return layer.points["weight"](w.detach(), advance)
+    "The weight's rounded value without a gradient."
+    w = layer.weight.detach()
+    plain = w.dequantize() if isinstance(w, GridTensor) else w
+    return plain if _on_grid_of(w, layer.weight_format) else layer.points["weight"](plain, advance)
 
 # %% ../../nbs/model/03_products.ipynb #1141a15a
 def _rounded_weight(layer: "Quantized", advance: bool) -> Tensor:
@@ -136,8 +139,8 @@ def _rounded_weight(layer: "Quantized", advance: bool) -> Tensor:
     # a compiler takes such a leaf, and must not see the grid's weight
     if layer.kept and layer.kept[0].requires_grad and not transformed: return layer.kept[0]
     w, on_grid = layer.weight, isinstance(layer.weight, GridTensor)
-    if transformed and on_grid: return w
-    if not on_grid and (transformed or layer.kept is None):
+    if transformed and _on_grid_of(w, layer.weight_format): return w
+    if transformed or not on_grid and layer.kept is None:
         return layer.points["weight"](w, advance)
     if layer.kept is None: return _Kept.apply(w, _rounded_now(layer, advance))
     if not layer.kept: layer.kept.append(_rounded_now(layer, advance))
@@ -191,10 +194,10 @@ class Quantized(nn.Module):
         return self.points["weight"].format
 
     def weight_scale(self) -> Tensor:
-        "The current scale, float32: see `compute_scale`; a weight stored on the grid has its own."
-        if isinstance(self.weight, GridTensor): return self.weight.scale
-        if not self.weight.numel(): return torch.ones((), device=self.weight.device)
-        return self.points["weight"].scale(self.weight)
+        "The current scale, float32: see `compute_scale`; a weight on the format's grid has its own."
+        w = self.weight
+        if _on_grid_of(w, self.weight_format): return w.scale
+        return self.points["weight"].scale(w) if w.numel() else torch.ones((), device=w.device)
 
     def quantized_weight(self, advance: bool = False) -> Tensor:
         "The weight as the product sees it; gradients pass straight through to `weight`."

@@ -382,7 +382,7 @@ def rounded_once(
     read = [m for m in layers if leaves and isinstance(m.weight, GridTensor)]
     try:
         for m in layers: m.kept = []
-        for m in read: m.kept = [m.weight.data.dequantize().requires_grad_()]
+        for m in read: m.kept = [m.quantized_weight(m.training).detach().requires_grad_()]
         _round_stacks(layers)
         yield
     finally:

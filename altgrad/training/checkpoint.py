@@ -32,6 +32,7 @@ from torch import nn
 from ..basics import (LARGEST_RECORD, InputError, WriteError, is_number, make_folder,
                             parse_json, read_small, remove_leftovers, tell, write_atomic)
 from ..numbers.formats import FP8Format
+from ..geometry.rivals.moments import is_packed
 from ..geometry.storage import load_plain_state, plain_state
 from ..model.surgery import load_points_state, points_state
 
@@ -164,6 +165,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
     trial.load_state_dict(saved)
     for p, state in trial.state.items():
         for key, value in state.items() if isinstance(p, torch.Tensor) else ():
+            if is_packed(value) and not hasattr(trial, "packed_as"):
+                raise ValueError(f"{key} was saved in eight bits, and is in float32 here")
             if not isinstance(value, torch.Tensor) or not value.dim(): continue
             # 1: a moment of a whole row or column
             if value.dim() != p.dim() or any(a not in (1, b) for a, b in zip(value.shape, p.shape)):

@@ -23,6 +23,7 @@ from ..numbers.formats import get_format
 from ..geometry.catalogue import GEOMETRY, RULES, RuleSettings, build_rule, get_rule
 from ..geometry.optim import PLACEMENTS
 from ..geometry.outside import recall_from, use_rule, use_storage
+from ..geometry.rivals.moments import MOMENTS
 from ..geometry.storage import STORAGES
 from ..model.gpt import PRESETS, preset
 from ..model.points import parse_rules, read_precision
@@ -62,6 +63,7 @@ class TrainConfig:
     placement: str = "update"  # where the stiffness acts
     damping: float = 0.0  # absolute floor of the stiffness, in units of the format
     floor_octaves: float | None = None  # floor of the stiffness below the tensor's largest, in octaves; null: none
+    moments: str | None = None  # how optimizers keep the moments of large tensors between two updates; null: float32
     # chance and hardware
     seed: int = 42  # of initial weights, batches, dropout and stochastic rounding
     device: str = "auto"  # auto (CUDA if there is one), cpu, cuda or cuda:<n>
@@ -101,7 +103,9 @@ class Setting(NamedTuple):
 # %% ../../nbs/training/03_config.ipynb #c65bd0a6
 _SETTING = re.compile(r"    (\w+): ([\w |]+) = (.+?)  # (.+)")
 _NAMES: dict[str, Iterable[str]] = {
-    "model": PRESETS, "storage": STORAGES, "rule": RULES, "placement": PLACEMENTS,
+    "model": PRESETS, "storage": STORAGES, "placement": PLACEMENTS,
+    "rule": [name for name, row in RULES.items() if not row.averages],
+    "moments": MOMENTS,
 }
 
 # %% ../../nbs/training/03_config.ipynb #8d465e11
@@ -132,7 +136,8 @@ def _settings(c: TrainConfig, lr: float, decay: float) -> RuleSettings:
     """Return the settings that the config tells an update rule;
     `lr` is the rule's peak rate, and `decay` its weight decay."""
     told = {key: getattr(c, key) for key in _TOLD}
-    return RuleSettings(fmt=c.format, lr=lr, weight_decay=decay, **told)
+    moments = c.moments or "float32"
+    return RuleSettings(fmt=c.format, lr=lr, weight_decay=decay, moments=moments, **told)
 
 # %% ../../nbs/training/03_config.ipynb #f0f54b26
 def config_rule(
@@ -199,7 +204,7 @@ def _check_value(c: TrainConfig, key: str) -> None:
 def one_of(
     kind: str,  # what is chosen, for the message
     given: str,
-    allowed: tuple[str, ...],
+    allowed: Iterable[str],
 ) -> None:
     "InputError for a name that is not among the allowed ones."
     if given not in allowed: raise unknown(kind, given, allowed)
@@ -233,8 +238,11 @@ def _check_rule(c: TrainConfig) -> None:
     object.__setattr__(c, "storage", use_storage(c.storage))
     object.__setattr__(c, "rule", use_rule(c.rule))
     one_of("placement", c.placement, PLACEMENTS)
+    if c.moments is not None: one_of("moments", c.moments, MOMENTS)
     if c.format is None and (c.rule != "adamw" or c.storage != "master"):
         raise InputError("a rule or a storage needs a format; format is null")
+    if get_rule(c.rule).averages:
+        raise InputError(f"{c.rule} keeps averages, which a training run does not validate")
 
 # %% ../../nbs/training/03_config.ipynb #51721174
 def words_of(
@@ -287,7 +295,8 @@ def _check_unread(c: TrainConfig) -> None:
         usual = "null" if _USUAL[key] is None else _USUAL[key]
         why = f"the rule {c.rule} does not read {key}; leave it at {usual}"
         raise InputError(f"{key}={value} would change nothing: {why}")
-    if not given: return  # making a rule loads a compiler
+    # making a rule loads a compiler
+    if not given and (c.moments in (None, "float32") or c.format is None): return
     build_rule(c.rule, [nn.Parameter(torch.ones(1, 1))], _settings(c, 1.0, 0.0))
 
 # %% ../../nbs/training/03_config.ipynb #7a8ec175

@@ -82,7 +82,7 @@ def find_config(
 
 # %% ../../nbs/training/05_experiment.ipynb #1297274b
 _MAY_DIFFER = {"name", "format", "storage", "rule", "rule_lr", "power", "placement", "damping",
-               "floor_octaves", "activation", "gradient",
+               "floor_octaves", "moments", "activation", "gradient",
                "weight_gradient", "head", "rules"}
 
 def _check_names(configs: list[TrainConfig]) -> None:

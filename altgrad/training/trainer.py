@@ -32,6 +32,7 @@ from ..basics import InputError, tell
 from ..numbers.formats import get_format
 from ..numbers.kernels import rounding_key
 from ..geometry.outside import keep_in
+from ..geometry.rivals.moments import with_moments
 from ..geometry.storage import STORAGES, GridTensor, grid_weights, store_on_grid
 from ..model.gpt import GPT, Classifier, label_scores, loss_from, loss_of, preset
 from ..model.parallel import agree, first, join, part, rank, total, world
@@ -409,7 +410,8 @@ def _adamw(parameters: list[nn.Parameter], c: TrainConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    return torch.optim.AdamW(groups, lr=c.lr, betas=(c.beta1, c.beta2), fused=True)
+    adamw = with_moments(torch.optim.AdamW, c.moments or "float32")
+    return adamw(groups, lr=c.lr, betas=(c.beta1, c.beta2), fused=True)
 
 # %% ../../nbs/training/04_trainer.ipynb #4d2d6d7e
 def make_optimizers(

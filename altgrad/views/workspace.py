@@ -16,7 +16,7 @@ from ..basics import InputError
 from ..model.points import POINTS
 from ..watching.metrics import METRICS
 from ..training.tracking import first_line, wandb_settings
-from ..evidence.instrument import Arm
+from ..evidence.instrument import Arm, arm_values
 from ..evidence.sweep import flags, read_rows
 
 # %% ../../nbs/views/03_workspace.ipynb #e88b775a
@@ -162,7 +162,7 @@ def _send_row(row: dict[str, Any], **how: Any) -> None:
 
     name = " ".join(str(row[key]) for key in ("format", "storage", "rule", "power", "seed"))
     facts = dict(id=row["run"], name=name, group=row.get("matrix"), job_type=row["split"],
-                 config={k: row[k] for k in ARM})
+                 config=arm_values(row))
     run = wandb.init(resume="allow", settings=wandb_settings(), **facts, **how)
     for step, values in _history(row): run.log(values, step=step)
     run.summary.update({k: row[k] for k in OUTCOMES if row.get(k) is not None}

@@ -138,8 +138,11 @@ class PointCounts:
     "The counts of what a model's points round between `start` and `stop`; micro-batches add up."
     def __init__(self, model: nn.Module):
         self.points = quantizers(model)
-        weights = {name: m.weight.data for name, m in quantized_layers(model)}
-        self.on_grid = {name: w for name, w in weights.items() if isinstance(w, GridTensor)}
+        # a weight that is stored in another format than its layer's is rounded at its use
+        self.on_grid: dict[str, GridTensor] = {}
+        for name, m in quantized_layers(model):
+            w = m.weight.data
+            if isinstance(w, GridTensor) and w.fmt == m.weight_format: self.on_grid[name] = w
 
     @property
     def formats(self) -> dict[tuple[str, str], FP8Format]:
@@ -265,9 +268,8 @@ def bit_histogram(
     of wider codes the top 8 bits, narrower ones at the top."""
     count = torch.zeros(256, dtype=torch.int64)
     for _, layer in quantized_layers(model):
-        grid = layer.weight if isinstance(layer.weight, GridTensor) else None
-        fmt = layer.weight_format if grid is None else grid.fmt
-        w = layer.weight.detach() if grid is None else grid.dequantize()
+        fmt, w = layer.weight_format, layer.weight.detach()
+        if isinstance(w, GridTensor): w = w.dequantize()
         code = fmt.to_bits((w / layer.weight_scale())[w.isfinite()]).long()
         code = code >> fmt.bits - 8 if fmt.bits > 8 else code << 8 - fmt.bits
         count += torch.bincount(code, minlength=256).cpu()

@@ -213,12 +213,13 @@ def neighbour_format(
 # %% ../../nbs/watching/06_thresholds.ipynb #035507f5
 def _recode(grid: GridTensor, fmt: FP8Format) -> None:
     """Gives a grid weight another format of eight bits, in place:
-    its values are rounded to nearest under a new scale."""
+    its values are rounded to nearest under a new scale, and what lay beside them is forgotten."""
     w = grid.dequantize()
     scale = compute_scale(w.abs().amax(), fmt)
     grid.how = {**grid.how, "fmt": fmt}  # copies of the weight share the old one
     grid.codes.copy_(pack(fake_quantize(w / scale, fmt), fmt))
     grid.scale.copy_(scale)
+    if grid.residual is not None: grid.residual.zero_()
 
 # %% ../../nbs/watching/06_thresholds.ipynb #59f272c2
 @torch.no_grad()
@@ -234,7 +235,7 @@ def set_weight_format(
         q, weight, fmt = layers[name].points["weight"], layers[name].weight, get_format(spec)
         new[q.format] = fmt
         q.become(replace(q.precision, format=fmt))
-        if isinstance(weight, GridTensor): _recode(weight, fmt)
+        if isinstance(weight, GridTensor) and weight.kind.fmt is None: _recode(weight, fmt)
     for group in chain.from_iterable(o.param_groups for o in optimizers):
         if group.get("fmt") in new: group["fmt"] = new[group["fmt"]]
 

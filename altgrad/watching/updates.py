@@ -268,7 +268,7 @@ class UpdateCounts:
         if grid is not None: sums = _as_written(sums, writes_since(self.counts[name], grid))
         parcel["updates", name, fmt, grid is not None] = torch.stack(sums)
 
-        nearest = grid is not None and grid.kind.rounding == "nearest"
+        nearest = grid is not None and grid.fmt == fmt and grid.kind.rounding == "nearest"
         shrink = decay.get(id(m.weight), 0.0) if nearest else 0.0
         scale = sample_scale(old.scale, now.values.shape)
         found = _Sample(sample(old.values), sample(now.values), scale, shrink)

@@ -87,7 +87,7 @@ MORE = {
     ("arms", 0, "lr"): (0, 1e300, [0.1, 0.2], "1e-3"),
     ("arms", 0, "format"): (["E4M3", "E4M3"], "bfloat16", ["E4M3", 8], "E9M9"),
     ("arms", 0, "storage"): (["fp32", "fp16"], ["fp32", "fp32"]),
-    ("arms", 0, "rule"): ("muon", "sgd"),
+    ("arms", 0, "rule"): ("muon", "sgdm"),
     ("arms", 0, "exclude"): ([{"nonsense": 1}], "x", [[]], {"format": "E4M3"}),
     ("corpus",): (["a", "b"],),
 }

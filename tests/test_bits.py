@@ -1,0 +1,84 @@
+"""The predictions of loss against bits, on losses whose outcome is known; its frontier, by comparing
+all pairs; its rows, by arm."""
+import importlib.util
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from altgrad.evidence.bench import PROTOCOLS
+
+PLACE = Path(__file__).resolve().parent.parent / "nbs/studies/experiments/loss_against_bits.py"
+SPEC = importlib.util.spec_from_file_location("loss_against_bits", PLACE)
+bits = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(bits)
+CONFIRM = PROTOCOLS["bench-1"].confirm
+WIGGLE = [0.001 * (-1) ** k for k in range(len(CONFIRM))]  # checkpoints differ by less than the margin
+
+
+def panel(**ends: float) -> dict[str, list[float]]:
+    "A panel in which all methods end alike, but for these, nats above."
+    shift = {name.replace("_", " "): value for name, value in ends.items()}
+    return {
+        name: [2 + shift.get(name, 0.0) + (wiggle if name != "master" else 0.0) for wiggle in WIGGLE]
+        for name in bits.METHODS
+    }
+
+
+AS_EXPECTED = dict(stochastic=0.05, ECO=0.03, residual_2=0.02)
+
+
+@pytest.mark.parametrize("claim, ends, verdict", [
+    ("the frontier of weights", AS_EXPECTED, "holds"),
+    ("the frontier of weights", {"residual_4": 0.02}, "refuted"),
+    ("the frontier of weights", {"Lion": -0.02}, "refuted"),
+    ("the frontier of weights", {"residual_4": 0.0100}, "not decided"),
+    ("twelve bits, two ways", {}, "holds"),
+    ("twelve bits, two ways", {"12-bit_float": 0.02}, "refuted"),
+    ("twelve bits, two ways", {"12-bit_float": -0.02}, "refuted"),
+    ("sixteen bits and more tie", {}, "holds"),
+    ("sixteen bits and more tie", {"bf16_Kahan": 0.02}, "refuted"),
+    ("ECO lies between", AS_EXPECTED, "holds"),
+    ("ECO lies between", AS_EXPECTED | {"ECO": 0.06}, "refuted"),
+    ("ECO lies between", AS_EXPECTED | {"ECO": 0.01}, "refuted"),
+    ("ECO lies between", AS_EXPECTED | {"ECO": 0.05}, "not decided"),
+    ("moments in eight bits", {}, "holds"),
+    ("moments in eight bits", {"master,_8-bit_moments": 0.02}, "refuted"),
+    ("geometry", {}, "holds"),
+    ("geometry", {"S^1": -0.02}, "refuted"),
+    ("noise alone", {}, "no occasion"),
+    ("noise alone", {"residual_4": -0.01}, "refuted"),
+    ("noise alone", {"residual_4": -0.01, "master,_noise": -0.01}, "holds"),
+])
+def test_a_prediction_comes_out_as_its_words_say(claim, ends, verdict):
+    assert bits.PREDICTIONS[claim](panel(**ends), "E4M3") == verdict
+
+
+@pytest.mark.parametrize("gain, verdict", [(0.03, "holds"), (0.0, "refuted")])
+def test_in_e7m0_the_power_minus_one_is_expected_to_gain(gain, verdict):
+    assert bits.geometry(panel(**{"S^-1": -gain}), "E7M0") == verdict
+
+
+def test_the_frontier_is_what_no_other_dominates():
+    draw = random.Random(0)
+    for _ in range(200):
+        points = {str(k): (draw.randrange(8), draw.randrange(8)) for k in range(10)}
+        kept = {points[name] for name in bits.frontier(points)}
+        alone = {p for p in points.values()
+                 if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points.values())}
+        assert kept == alone
+
+
+def test_rows_are_found_by_their_arms():
+    rows = [
+        {**asdict(replace(arm, checkpoint=c, corpus="eurlex", split="confirm", lr=0.1)),
+         "stage": "confirm", "val_loss": float(CONFIRM.index(c))}
+        for arm in bits.arms("E5M2").values() for c in CONFIRM
+    ]
+    random.Random(0).shuffle(rows)
+    found = bits.losses_of(rows, "E5M2")
+    assert set(found) == set(bits.METHODS) and bits.losses_of(rows, "E4M3") == {}
+    assert all(ends == [float(k) for k in range(len(CONFIRM))] for ends in found.values())
+    short = [row for row in rows if row["checkpoint"] != CONFIRM[3]]
+    assert bits.losses_of(short, "E5M2") == {}
