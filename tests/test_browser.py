@@ -455,8 +455,9 @@ def submission(name: str, bits: float, above: float) -> Submission:
     pair = {"mean": -above, "low": -above - 0.01, "high": -above + 0.01}
     card = {
         "rule": name, "storage": "fp32", "format": "E4M3", "moments": "float32", "against": "adamw",
-        "moved": True, "diverged": {"rule": 0}, "checkpoints": ["a", "b"], "verdict": "ties with", "gain": pair,
-        "below_master": pair, "difference_of_gains": pair, "bits": {"rule": bits}, "rates": {},
+        "moved": True, "diverged": {"rule": 0}, "checkpoints": ["a", "b"],
+        "verdict": "ties with", "gain": pair, "below_master": pair, "difference_of_gains": pair,
+        "bits": {"rule": bits}, "rates": {},
         "step_ms": {"rule": 1.0, "rival": 1.0}, "protocol": "bench-1", "machine": {"cpu": "x"},
         "versions": {}, "date": "2026-11-23", "author": name, "source": "https://example.org",
         "log": "https://example.org",

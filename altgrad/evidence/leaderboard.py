@@ -259,7 +259,9 @@ def read_submissions(
         found[path.name] = _content(path)
         wrong = _faults(found[path.name], path, stays)
         if wrong: raise InputError(f"{path.name}: {wrong[0]}")
-    doubts = {name: [f for f, card in found.items() if card.get("corrects") == name] for name in found}
+    doubts: dict[str, list[str]] = {name: [] for name in found}
+    for name, card in found.items():
+        if "corrects" in card: doubts[card["corrects"]].append(name)
     every = [Submission(name, card, tuple(doubts[name])) for name, card in found.items()]
     return sorted(every, key=lambda s: s.above.mean)
 
@@ -317,7 +319,8 @@ def rerun(
         return False, (f"{what}: run {card['rows'][role][k]} of the card is another run: another "
                        "rate, seed, text, checkpoint, task or version of the instrument")
     try: now, bits = _again(arm, bench)["val_loss"], bits_a_weight(arm, bench)
-    except Exception as e: return False, f"{what} fails here: {one_line(f'{type(e).__name__}: {e}')}"
+    except Exception as e:
+        return False, f"{what} fails here: {type(e).__name__}: {one_line(e)}"
     then, kept = card["losses"][role][k], card["bits"].get(role, bits)
     agrees, said = _agreement(then, now, _elsewhere(card, bench.code))
     if bits != kept: agrees, said = False, f"{said}; a weight keeps {bits:g} bits, not {kept:g}"
@@ -343,8 +346,8 @@ _HEADS = ("Rule", "Bits a weight", "Nats above AdamW with FP32 master weights", 
 def _outcome(card: Mapping[str, Any]) -> str:
     "What came out for a rule, in two or three words."
     if not card["moved"]: return "never moves a weight"
-    lost = card["diverged"]["rule"]
-    return f"diverges in {lost} of {len(card['checkpoints'])}" if lost else Verdict(card["verdict"]).value
+    lost, runs = card["diverged"]["rule"], len(card["checkpoints"])
+    return f"diverges in {lost} of {runs}" if lost else Verdict(card["verdict"]).value
 
 def _marks(row: Submission) -> list[str]:
     "What a reader must know before the numbers of a row."
@@ -392,7 +395,8 @@ def submissions_table(
     submissions: Iterable[Submission],
 ) -> str:  # HTML
     "Return the leaderboard as a table that sorts itself, without a request to anywhere."
-    heads = "".join(f'<th scope="col"><button type="button">{head}</button></th>' for head in _HEADS)
+    button = '<th scope="col"><button type="button">{}</button></th>'
+    heads = "".join(map(button.format, _HEADS))
     body = "".join(map(_table_row, submissions))
     return (
         f'<div style="overflow-x:auto"><table class="submissions"><thead><tr>{heads}</tr></thead>'
