@@ -265,6 +265,12 @@ def test_the_frontier_is_what_nothing_beats(seed):
     assert frontier(points) == sorted(best)
 
 
+def test_every_stored_row_is_right_and_nothing_else_lies_there():
+    folder = ROOT / "nbs/results/bench"
+    stored = {row.file for row in read_submissions(folder)}
+    assert {path.name for path in folder.iterdir()} == stored | {"README.md"}
+
+
 SCRIPT = ROOT / ".ci/check_submission.py"
 
 
