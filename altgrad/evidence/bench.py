@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROTOCOLS', 'TUNE_SEED', 'CONFIRM_SEED', 'ROLES', 'Protocol', 'Verdict', 'decide', 'checkpoints_needed', 'roles_of',
-           'shown_name', 'arms_of', 'bits_a_weight', 'step_times', 'Trial', 'card_of', 'sentence', 'card_text',
-           'plot_card', 'card_folder', 'run_bench']
+           'shown_name', 'arms_of', 'bits_a_weight', 'step_times', 'Trial', 'compared', 'card_of', 'sentence',
+           'card_text', 'plot_card', 'card_folder', 'run_bench']
 
 # %% ../../nbs/evidence/06_bench.ipynb #de5c932e
 import json
@@ -281,7 +281,11 @@ def _below(losses: dict[str, list[float]], role: str, other: str) -> list[float]
     "Return how far a role ends below another, in nats, one a checkpoint."
     return [b - a for a, b in zip(losses[role], losses[other])]
 
-def _compared(losses: dict[str, list[float]], margin: float) -> dict[str, Any]:
+# %% ../../nbs/evidence/06_bench.ipynb #5d0a71c2
+def compared(
+    losses: dict[str, list[float]],  # at the end, nats, by `ROLES`, one a checkpoint
+    margin: float = 0.01,  # nats
+) -> dict[str, Any]:
     "Return a card's three differences and its verdict."
     gain, in_fp32 = _below(losses, "rule", "rival"), _below(losses, "rule_fp32", "rival_fp32")
     beyond = [a - b for a, b in zip(gain, in_fp32)]
@@ -293,6 +297,7 @@ def _compared(losses: dict[str, list[float]], margin: float) -> dict[str, Any]:
         "more_checkpoints": checkpoints_needed(to_master, margin),
     }
 
+# %% ../../nbs/evidence/06_bench.ipynb #8e41b9f6
 def _seconds(trial: Trial) -> float:
     "Return the time of a trial's runs, were they made one after another."
     cells, of = set(trial.arms.values()), trial.arms["rule"]
@@ -329,8 +334,8 @@ def card_of(
     return {
         "protocol": protocol.name, "rule": arm.rule, "format": arm.format, "storage": arm.storage,
         "against": against, "power": arm.power, "placement": arm.placement,
-        "moments": arm.moments,
-        **_compared(runs["losses"], protocol.margin),
+        "floor_octaves": arm.floor_octaves, "moments": arm.moments,
+        **compared(runs["losses"], protocol.margin),
         "bits": {role: bits_a_weight(a, bench) for role, a in measured.items()},
         "step_ms": _times(trial, ("rule", "rival", "master"), compiled=False),
         "step_ms_compiled": _times(trial, compiled, compiled=True),
