@@ -65,6 +65,7 @@ def _matches(pattern: str) -> Callable[[Any], bool]:
 _LINE = _Kind("one line of at most 300 characters", _is_line)
 _NUMBER = _Kind("a finite number", is_number)
 _POSITIVE = _Kind("a positive number", lambda v: is_number(v) and v > 0)
+_TIME = _Kind("a positive number, or null", lambda v: v is None or _POSITIVE.fits(v), optional=True)
 _COUNT = _Kind("a whole number from 0", lambda v: type(v) is int and v >= 0)
 _FLAG = _Kind("true or false", lambda v: type(v) is bool)
 _EDGE = _Kind("low, high, plateau or empty", lambda v: v in ("", "low", "high", "plateau"))
@@ -85,7 +86,8 @@ _SHAPE = {  # of a submission: every key, and what its value must be
     "power": _NUMBER, "placement": _LINE, "floor_octaves": _NUMBER, "moments": _LINE,
     "gain": _INTERVAL, "difference_of_gains": _INTERVAL, "below_master": _INTERVAL,
     "verdict": _LINE, "more_checkpoints": _COUNT,
-    "bits": _MEASURED, "step_ms": _MEASURED, "seconds": _POSITIVE,
+    "bits": _MEASURED, "step_ms": _MEASURED,
+    "step_ms_compiled": dict.fromkeys(("rule", "rival"), _TIME), "seconds": _POSITIVE,
     "rates": dict.fromkeys(ROLES, _POSITIVE), "edges": dict.fromkeys(ROLES, _EDGE),
     "losses": dict.fromkeys(ROLES, [_NUMBER]), "diverged": dict.fromkeys(ROLES, _COUNT),
     "moved": _FLAG, "rows": dict.fromkeys(ROLES, [_LINE]), "checkpoints": [_LINE],
