@@ -9,6 +9,7 @@ __all__ = ['PROTOCOLS', 'TUNE_SEED', 'CONFIRM_SEED', 'ROLES', 'Protocol', 'Verdi
 
 # %% ../../nbs/evidence/06_bench.ipynb #de5c932e
 import json
+import logging
 import math
 import statistics
 import textwrap
@@ -214,8 +215,11 @@ def _compiled_stepper(arm: Arm, task: Task) -> Callable | None:
         for group in rule.param_groups: group["compiled"] = True
         step: Callable = rule.step
     else: step = _compiled_beside(weight, arm, task)
+    loud = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # of what is not part of a graph: it runs all the same
     try: step()
     except Exception: return None  # compilers raise whatever they meet
+    finally: logging.disable(loud)
     return step
 
 def _compiled_beside(weight: Any, arm: Arm, task: Task) -> Callable:
@@ -416,10 +420,8 @@ def plot_card(
         ax.axvline(0, color=INK, lw=1)
         ax.set_yticks(range(len(ROLES) - 1), list(roles_of(card).values())[:-1])
         ax.invert_yaxis()
-        ax.set(
-            xlabel="nats above AdamW with FP32 master weights",
-            title=textwrap.fill(sentence(card), 80),
-        )
+        ax.set_xlabel("nats above AdamW with FP32 master weights")
+        fig.suptitle(textwrap.fill(sentence(card), 70), x=0.01, ha="left")
     return fig
 
 # %% ../../nbs/evidence/06_bench.ipynb #8e5ab87f
