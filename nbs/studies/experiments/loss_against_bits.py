@@ -69,7 +69,8 @@ Losses = Mapping[str, Sequence[float]]  # of a panel: by method, one a checkpoin
 
 def arms(fmt: str) -> dict[str, Arm]:
     "The arms of a panel, by name."
-    return {name: Arm(**{"format": fmt, "rule": "adamw", **how}) for name, how in METHODS.items()}
+    usual = {"format": fmt, "rule": "adamw", "checkpoint": PROTOCOLS["bench-1"].tune[0]}
+    return {name: Arm(**usual | how) for name, how in METHODS.items()}
 
 
 def same_arm(row: Mapping[str, Any], arm: Arm) -> bool:
