@@ -411,7 +411,7 @@ def test_riemannian_adam_is_adam_on_the_code_coordinate(name):
     (lambda: FP8Manifold("E4M3", floor_octaves=-1.0), "floor_octaves"),
     (lambda: FP8Manifold("E4M3").stiffness(torch.arange(3)), "float32 or float64"),
     (lambda: FP8Manifold("E4M3").random(3, dtype=torch.float16), "float32 or float64"),
-], ids=str)
+])
 def test_bad_input_is_named(call, words):
     with pytest.raises(InputError, match=words): call()
 
