@@ -155,11 +155,15 @@ def stepped(name: str, moments: str, on_grid: bool, by_hand: str | None = None) 
 
 @pytest.mark.parametrize("on_grid", [False, True])
 @pytest.mark.parametrize("moments", PACKED)
-@pytest.mark.parametrize("name", [name for name in RULES if name != "muon"])
+@pytest.mark.parametrize("name", [n for n, r in RULES.items() if n != "muon" and not r.averages])
 def test_every_rule_steps_as_if_its_moments_had_been_rounded(name, moments, on_grid):
     assert torch.equal(
         stepped(name, moments, on_grid), stepped(name, "float32", on_grid, by_hand=moments)
     )
+
+
+def test_an_average_is_no_moment_and_is_not_packed():
+    with pytest.raises(InputError, match="'average'"): stepped("averaged_adamw", "dynamic8", False)
 
 
 @pytest.mark.parametrize("make", [

@@ -21,7 +21,7 @@ from altgrad.training.experiment import Interval, interval
 
 AT_ONCE = 8  # methods that are tuned before they are confirmed
 FORMATS = ("E4M3", "E5M2", "E3M4", "E7M0")  # in the order of the runs
-NOISY = f"{Path(__file__).parent / 'noisy_adamw.py'}:NoisyAdamW"
+NOISY = f"{os.path.relpath(Path(__file__).parent / 'noisy_adamw.py')}:NoisyAdamW"
 GRID, FOUR = "grid_stochastic", "grid_residual4"
 
 # what is kept, what moves it, and what its moments are kept in; by the name that figures show
