@@ -1,0 +1,147 @@
+"""Compares the Triton kernels with the CPU path, bit by bit, under Triton's interpreter:
+python .ci/referee.py            # every number of the boundary set of every format (minutes)
+python .ci/referee.py --sample   # some of them, and fewer formats, for the tests
+It prints one line of JSON for each format, and ends with exit code 1 if a bit differs."""
+import argparse
+import json
+import os
+import time
+import warnings
+from itertools import chain
+from typing import Any, Callable, Iterator, NamedTuple
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from altgrad.numbers.blocks import BlockScales
+from altgrad.numbers.counts import QuantStats, quantize_stats
+from altgrad.numbers.formats import FORMATS, FP8Format
+from altgrad.numbers.quantize import fake_quantize, quantize, rounding_key
+from altgrad.numbers.referee import SCALES, inputs
+from altgrad.numbers.triton_kernels import triton_blocks, triton_fake_quantize, triton_stats
+
+SAMPLE = ("E0M7", "E4M3", "E5M2", "E7M0", "float4_e2m1fn", "mxint8", "float8_e4m3fnuz", "binary8p1",
+          "float8_e8m0fnu", "bfloat16")
+MODES = ("nearest", "toward_zero", "up", "down", "away", "stochastic")
+EXTREMES = (2.0**-149, 2.0**-126, 1e-38, 2.0**127, 3e38)  # scales, as float32
+COUNTED = ("count", "overflow", "underflow", "nan", "inf", "amax", "histogram")
+
+
+class Case(NamedTuple):
+    "What was given, and what the CPU path gives."
+    name: str
+    given: Tensor
+    right: Tensor
+
+
+def differing(given: Tensor, right: Tensor) -> Tensor:
+    "Where bits differ; the bits of a NaN are no result."
+    if given.dtype != torch.float32: return given != right
+    return (given.view(torch.int32) != right.view(torch.int32)) & ~(given.isnan() & right.isnan())
+
+
+def numbers(fmt: FP8Format, scale: float, most: int) -> Tensor:
+    "The boundary set, or so many numbers evenly from it; both zeros, infinities and NaN."
+    few = np.array([0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001], np.uint32)
+    bits = inputs(fmt, scale)["boundary"]
+    if not fmt.signed: bits = np.concatenate([bits, bits ^ np.uint32(1 << 31)])
+    bits = np.concatenate([bits[:: len(bits) // most + 1], few])
+    return torch.from_numpy(bits.view(np.float32))
+
+
+def both(name: str, f: Callable, g: Callable, *args: Any, **kwargs: Any) -> Case:
+    "One call on both paths."
+    return Case(f"{name} {kwargs}", f(*args, **kwargs), g(*args, **kwargs))
+
+
+def rounded(fmt: FP8Format, most: int) -> Iterator[Case]:
+    "Modes and policies, scales of every shape, and numbers of random bits."
+    x, key = numbers(fmt, 1.0, most), rounding_key(5, 9, 2)
+    call = ("fake_quantize", triton_fake_quantize, fake_quantize)
+    policies = ("saturate",) if fmt.specials == "none" else ("saturate", "special")
+    for rounding in MODES:
+        more = {"key": key} if rounding == "stochastic" else {}
+        for overflow in policies:
+            yield both(*call, x, fmt, rounding=rounding, overflow=overflow, **more)
+    for bits in (1, 8, 23):
+        yield both(*call, x, fmt, rounding="stochastic", key=key, random_bits=bits)
+    for i, scale in enumerate(map(float, np.array((*SCALES, *EXTREMES), np.float32))):
+        near = numbers(fmt, scale, most) if i < len(SCALES) else x
+        for overflow in policies: yield both(*call, near, fmt, scale, overflow=overflow)
+    rows = x[: len(x) // 8 * 8].view(8, -1)
+    for scale in (torch.rand(8, 1), torch.rand(rows.shape[1]), torch.rand(rows.shape)):
+        yield both(*call, rows, fmt, scale + 0.1)
+    yield both(*call, rows.t(), fmt)
+
+
+def counted(fmt: FP8Format, most: int) -> Iterator[Case]:
+    "Results, counts and histograms; sums of squares, added in another order."
+    x = numbers(fmt, 1.0, most)
+    for scale, more in ((1.0, {}), (0.7, {}), (1.0, dict(rounding="stochastic", key=3))):
+        y, given = triton_stats(x, fmt, scale, **more)
+        right_y, right = quantize_stats(x, fmt, scale, **more)
+        yield Case(f"stats {scale} {more}", y, right_y)
+        for name in COUNTED: yield Case(name, getattr(given, name), getattr(right, name))
+        yield from squares(given, right)
+
+
+def squares(given: QuantStats, right: QuantStats) -> Iterator[Case]:
+    "Whether sums are the same but for the order in which they are added."
+    for name in ("squared_error", "squares"):
+        a, b = getattr(given, name), getattr(right, name)
+        # n terms of one sign, in any order: within n 2^-52 of each other, relatively
+        near = (a - b).abs() <= int(right.count) * 2.0**-52 * b.abs()
+        yield Case(name, near | (a == b), torch.tensor(True))
+
+
+def in_blocks(fmt: FP8Format, most: int) -> Iterator[Case]:
+    "Codes and scales of blocks: mixed numbers, Gaussian ones of every size, subnormal ones."
+    x = numbers(fmt, 1.0, most)
+    if fmt.code_nan is None: x = x.nan_to_num(0.0, torch.inf, -torch.inf)
+    sizes = torch.exp2(torch.arange(-148, 120, 7).float())[:, None]
+    small = torch.arange(1, 2**24, 2**13 - 1, dtype=torch.int32).view(torch.float32)
+    for part in (x[torch.randperm(len(x))][None], torch.randn(len(sizes), 70) * sizes, small[None]):
+        for block in (1, 5, 16, 32):
+            codes, scales = triton_blocks(part, fmt, block)
+            kind = BlockScales(block)
+            kept = kind.start(part, fmt)
+            right = fmt.to_bits(quantize(part, fmt, kind.divisor(kept, part.shape)))
+            yield Case(f"codes of {block}", codes, right)
+            yield Case(f"scales of {block}", scales, kept["scale"])
+
+
+def judged(fmt: FP8Format, most: int) -> dict[str, Any]:
+    "How many answers were compared, and the first that differs."
+    start, compared, wrong = time.perf_counter(), 0, list[str]()
+    cases = chain(rounded(fmt, most), counted(fmt, most),
+                  in_blocks(fmt, most) if fmt.signed and fmt.bits <= 8 else ())
+    for case in cases:
+        compared += case.given.numel()
+        bad = differing(case.given, case.right).flatten().nonzero().flatten()
+        if len(bad):
+            i = int(bad[0])
+            wrong.append(f"{case.name}: {len(bad)} differ; {case.given.flatten()[i].item()} is not "
+                         f"{case.right.flatten()[i].item()}")
+    return {"format": fmt.name, "compared": compared, "wrong": wrong,
+            "seconds": round(time.perf_counter() - start, 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sample", action="store_true", help="a part of it")
+    sample = parser.parse_args().sample
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")  # of numpy, about what overflows
+    failed = False
+    for fmt in FORMATS.values():
+        if sample and fmt.name not in SAMPLE: continue
+        found = judged(fmt, 600 if sample else 2**32)
+        print(json.dumps(found), flush=True)
+        failed |= bool(found["wrong"])
+    return int(failed)
+
+
+if __name__ == "__main__": raise SystemExit(main())
