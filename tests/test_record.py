@@ -1,0 +1,338 @@
+"""A recorder around loops that are not ours: the planted faults, runs that must not be accused, that
+it changes no bit and holds no tensor, and input that would break it."""
+import gc
+import json
+import weakref
+
+import faults
+import pytest
+import torch
+from torch import nn
+
+import altgrad
+from altgrad.basics import InputError
+from altgrad.cli import main
+from altgrad.watching.cause import SAID, first_cause
+from altgrad.watching.record import Recorder
+from altgrad.watching.recording import read_recording
+from altgrad.watching.what_if import read_dump, what_if
+
+
+def recorded(run: faults.Run, **how) -> Recorder:
+    "The recorder of a whole run."
+    run.prepare()
+    with altgrad.record(run.model, run.optim, **how) as recorder: run.train(recorder.loss)
+    assert not recorder.stopped
+    return recorder
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda f: f.id)
+def test_the_first_cause_of_a_planted_fault_is_named(fault):
+    cause = recorded(fault.run()).cause
+    assert (cause.kind, cause.layer, cause.step) == (fault.kind, fault.layer, fault.step)
+
+
+@pytest.mark.parametrize("run", faults.HEALTHY, ids=lambda r: r.id)
+def test_a_healthy_run_is_not_accused(run): assert recorded(run.run()).cause is None
+
+
+def test_there_are_as_many_planted_faults_as_were_promised():
+    assert len(faults.FAULTS) >= 60 and len(faults.HEALTHY) >= 20
+    kinds = {f.kind for f in faults.FAULTS}
+    assert len(kinds) >= 20 and kinds <= set(SAID)
+    for kind in kinds:
+        assert {f.family for f in faults.FAULTS if f.kind == kind} == set(faults.FAMILIES)
+
+
+@pytest.mark.parametrize("family", faults.FAMILIES)
+def test_a_recorded_run_ends_at_the_same_bits(family):
+    plain = faults.Run(family).prepare()
+    plain.train()
+    watched = faults.Run(family)
+    recorded(watched)
+    for a, b in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    state = watched.optim.state_dict()["state"]
+    for i, kept in plain.optim.state_dict()["state"].items():
+        assert all(torch.equal(v, state[i][k]) for k, v in kept.items())
+
+
+def test_what_is_recorded_are_the_tensors_of_the_loop():
+    torch.manual_seed(0)
+    layer = nn.Linear(40, 16)
+    sgd, x, seen = torch.optim.SGD(layer.parameters(), lr=0.5), torch.randn(24, 40), {}
+    with altgrad.record(layer, sgd) as recorder:
+        y = layer(x)
+        y.register_hook(lambda g: seen.setdefault("gradient", g.clone()))
+        seen["weight"] = layer.weight.detach().clone()
+        y.square().mean().backward()
+        seen["weight gradient"] = layer.weight.grad.clone()
+        sgd.step()
+    seen |= {"input": x, "output": y, "weight update": layer.weight.detach().double() - seen["weight"]}
+    r = recorder.recording
+    assert r.layers[0]["name"] == "model" and r.layers[0]["fan_in"] == 40
+    for tensor, value in seen.items():
+        stat = lambda name, tensor=tensor: r.get("model", tensor, name)[0]
+        assert stat("elements") == value.numel() and stat("amax") == value.abs().max()
+        assert stat("least") == value[value != 0].abs().min() and stat("zeros") == (value == 0).sum()
+        # squares are summed in float64, of float32 numbers: as many roundings as elements
+        exact = value.double().square().sum()
+        assert abs(stat("squares") - exact) <= value.numel() * 2.0**-53 * exact
+    assert r.dtypes["model|weight"] == "float32"
+
+
+def test_nothing_is_held_between_steps():
+    layer = nn.Linear(8, 8)
+    sgd, alive = torch.optim.SGD(layer.parameters(), lr=0.1), []
+    with altgrad.record(layer, sgd):
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            y = layer(x)
+            y.sum().backward()
+            sgd.step()
+            alive += [weakref.ref(x), weakref.ref(y)]
+            del x, y
+            gc.collect()
+            assert all(ref() is None for ref in alive)
+
+
+def test_accumulated_batches_are_one_step_and_evaluation_is_none():
+    layer = nn.Linear(4, 4)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with altgrad.record(layer, sgd) as recorder:
+        for _ in range(3):
+            for _ in range(4): layer(torch.randn(5, 4)).square().mean().backward()
+            sgd.step()
+            sgd.zero_grad()
+            with torch.no_grad(): layer(torch.full((5, 4), torch.nan))
+    r = recorder.recording
+    assert r.steps == [1, 2, 3] and recorder.cause is None
+    assert (r.get("model", "input", "elements") == 4 * 5 * 4).all()
+
+
+def test_the_ring_keeps_the_last_steps_and_the_first():
+    run = faults.Run("conv", steps=9)
+    assert recorded(run, last=3).recording.steps == [1, 7, 8, 9]
+
+
+def test_a_recorder_rests_after_a_break_and_dumps_the_step_before(tmp_path):
+    run = next(f for f in faults.FAULTS if f.id == "zero_scale-conv").run()
+    recorder = recorded(run, folder=tmp_path, dump=True)
+    assert recorder.recording.steps == list(range(1, faults.AT + 3))
+    step, layers = read_dump(tmp_path)
+    assert step == faults.AT - 1
+    assert all(t.isfinite().all() for kept in layers.values() for t in kept.values())
+
+
+# the loop goes on
+
+
+class Fails(nn.Module):
+    "A module whose result is no tensor that can be measured."
+    def forward(self, x): return torch.empty(3, device="meta")
+
+
+def loop(model, optimizer, steps=3, x=None):
+    "A loop; the number of its steps."
+    for _ in range(steps):
+        model(torch.randn(2, 3) if x is None else x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+def test_a_recorder_that_fails_says_so_once_and_the_loop_goes_on(capsys):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[1].register_forward_hook(lambda m, args, out: (out, Fails()(out))[0])
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    broken = nn.Sequential(model, nn.Identity())
+    with altgrad.record(broken, sgd) as recorder:
+        recorder._forward.layer = lambda *args: 1 / 0
+        assert loop(broken, sgd) == 3
+    assert "ZeroDivisionError" in recorder.stopped and recorder.stopped in recorder.finding
+    assert capsys.readouterr().err.count("altgrad.record stopped") == 1
+
+
+@pytest.mark.parametrize("model, why", (
+    (nn.ReLU(), "no parameters"), (nn.Linear(3, 3), "another model's"),
+    (nn.Linear(3, 3, device="meta"), "another model's"),
+))
+def test_what_cannot_be_recorded_is_named_once(model, why, capsys):
+    own = nn.Linear(3, 3)
+    sgd = torch.optim.SGD(own.parameters(), lr=0.1)
+    with altgrad.record(model, sgd) as recorder: loop(own, sgd)
+    assert why in recorder.stopped and capsys.readouterr().err.count("\n") == 1
+
+
+def test_tensors_on_meta_end_the_recording_and_not_the_loop(capsys):
+    model = nn.Linear(3, 3, device="meta")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with altgrad.record(model, sgd) as recorder:
+        assert loop(model, sgd, x=torch.empty(2, 3, device="meta")) == 3
+    assert "meta device" in recorder.stopped
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_parameters_may_change_during_the_run():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd) as recorder:
+        loop(model, sgd)
+        model[0].weight = nn.Parameter(torch.randn(3, 3))
+        sgd.add_param_group({"params": [model[0].weight]})
+        model[1] = nn.Linear(3, 3)  # not hooked: the layer that was is recorded up to here
+        sgd.add_param_group({"params": list(model[1].parameters())})
+        loop(model, sgd)
+    assert not recorder.stopped and recorder.recording.steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_loop_that_never_runs_is_said(capsys):
+    layer = nn.Linear(3, 3)
+    with altgrad.record(layer, torch.optim.SGD(layer.parameters(), lr=0.1)): pass
+    assert "no forward pass" in capsys.readouterr().err
+
+
+def test_a_compiled_model_is_named(capsys):
+    model = nn.Sequential(nn.Linear(3, 3))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for compiled in (torch.compile(model), nn.Sequential(torch.compile(model))):
+        with altgrad.record(compiled, sgd) as recorder: pass
+        assert "compiled" in recorder.stopped
+
+
+@pytest.mark.parametrize("arguments, words", (
+    ((None, None), "must be a torch.nn.Module"), (([], None), "not empty"),
+    ((nn.Linear(3, 3), "sgd"), "must be a torch.optim.Optimizer"),
+))
+def test_arguments_of_the_wrong_kind_are_refused(arguments, words):
+    with pytest.raises(InputError, match=words): altgrad.record(*arguments)
+
+
+def test_a_dump_needs_a_folder_and_last_is_a_number_of_steps():
+    layer = nn.Linear(3, 3)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="needs a folder"): altgrad.record(layer, sgd, dump=True)
+    for last in (0, 1.5, True):
+        with pytest.raises(InputError, match="last must be"): altgrad.record(layer, sgd, last=last)
+
+
+def test_an_exception_of_the_loop_is_the_loops_and_the_recording_is_written(tmp_path):
+    layer = nn.Linear(3, 3)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(KeyError), altgrad.record(layer, sgd, folder=tmp_path / "run"):
+        loop(layer, sgd)
+        raise KeyError("the loop's own")
+    assert read_recording(tmp_path / "run").steps == [1, 2, 3]
+
+
+# from the shell
+
+
+@pytest.fixture
+def broken(tmp_path):
+    "A folder of a run that broke."
+    run = next(f for f in faults.FAULTS if f.id == "zero_scale-conv").run()
+    recorded(run, folder=tmp_path / "broken", dump=True)
+    return tmp_path / "broken"
+
+
+def test_autopsy_of_a_recording(broken, capsys):
+    assert main(["autopsy", str(broken)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("step 5: zero scale in fc2: ") and "the loss is nan" in said
+    assert str(first_cause(read_recording(broken))) in said
+    assert (broken / "autopsy.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_if_of_a_dump(broken, capsys):
+    ask = ["what-if", str(broken), "--format", "E5M2", "--block", "32", "--rounding", "stochastic"]
+    assert main(ask) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()[1:]] == [
+        loss.layer for loss in what_if(broken, "E5M2", 32)
+    ] == ["conv1", "conv2", "fc1", "fc2"]
+
+
+@pytest.mark.parametrize("change, words", (
+    (lambda folder: (folder / "record.npz").write_bytes(b"PK"), "damaged"),
+    (lambda folder: (folder / "record.json").write_text("{"), "no recording"),
+    (lambda folder: (folder / "record.json").write_text("[1]"), "no recording"),
+    (lambda folder: (folder / "record.json").write_text('{"altgrad_recording": 7}'), "version 7"),
+    (lambda folder: (folder / "record.npz").unlink(), "cannot read"),
+))
+def test_a_damaged_recording_is_refused_in_one_line(broken, change, words, capsys):
+    change(broken)
+    assert main(["autopsy", str(broken)]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("key, value", (
+    ("facts", [1]), ("facts", []), ("series", 3), ("series", [[1]]), ("steps", None), ("layers", 5),
+    ("layers", [{}]), ("facts", [{"loss": "much"}] * 5), ("dtypes", 3), ("forgotten", 3),
+))
+def test_a_recording_with_other_values_is_refused(broken, key, value, capsys):
+    facts = json.loads((broken / "record.json").read_text())
+    (broken / "record.json").write_text(json.dumps({**facts, key: value}))
+    assert main(["autopsy", str(broken)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_damaged_dump_is_refused_in_one_line(broken, capsys):
+    whole = (broken / "dump.pt").read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"x" * 100):
+        (broken / "dump.pt").write_bytes(content)
+        assert main(["what-if", str(broken), "--format", "E5M2"]) == 2
+    torch.save({"altgrad_dump": 2}, broken / "dump.pt")
+    assert main(["what-if", str(broken), "--format", "E5M2"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 4 and said.count("is damaged") == 3 and "version 2" in said
+
+
+def test_a_recorder_that_fails_leaves_other_hooks_alone(monkeypatch, capsys):
+    "A hook must not be taken away while torch goes through the hooks."
+    model, seen = nn.Sequential(nn.Linear(4, 4)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = altgrad.record(model, optimizer).start()
+    optimizer.register_step_pre_hook(lambda *args: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *args: seen.append("after"))
+    def fails(self): raise RuntimeError("planted")
+    monkeypatch.setattr("altgrad.watching.record._Steps.before", fails)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == ["before", "after"] * 3 and "planted" in recorder.stopped
+    assert capsys.readouterr().err.count("planted") == 1
+    recorder.stop()
+    assert not recorder._handles
+
+
+def test_a_mask_of_minus_infinity_is_no_data_that_is_broken():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    with altgrad.record(model, optimizer) as recorder:
+        for _ in range(4):
+            loss = recorder.loss(model(torch.randn(2, 5, 16), src_mask=mask).square().mean())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert recorder.cause is None
+
+
+def test_two_models_against_each_other_have_no_gradient_that_was_forgotten():
+    torch.manual_seed(0)
+    one, other = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (one, other)]
+    with altgrad.record([one, other], optimizers) as recorder:
+        for _ in range(6):
+            made = one(torch.randn(8, 4))
+            optimizers[1].zero_grad()
+            recorder.loss((other(made.detach()) - other(torch.randn(8, 4))).mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            recorder.loss(-other(made).mean()).backward()
+            optimizers[0].step()
+    assert recorder.cause is None
