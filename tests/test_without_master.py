@@ -1,0 +1,611 @@
+"""Training without master weights: beside the instrument's arm and torch's AdamW, what lies in
+memory, checkpoints, DDP and torch.compile, and input that cannot work."""
+import copy
+import gc
+import io
+import os
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import altgrad
+from altgrad.basics import InputError
+from altgrad.evidence.instrument import Arm, Recipe, Task, Weights, blank_model, make_rule
+from altgrad.geometry.optim import StiffnessAdamW, on_grids
+from altgrad.geometry.rivals.lion import Lion
+from altgrad.geometry.rivals.moments import is_packed, with_moments
+from altgrad.geometry.storage import GridTensor, grid_weights
+from altgrad.model.gpt import loss_of
+from altgrad.model.without_master import BITS, GridLinear
+from old import NO_COMPILER
+
+SETTINGS = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def network(width: int = 64) -> nn.Module:
+    "A linear layer beside normalization and embedding, and one whose moments are small."
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(128, width), nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(),
+        nn.Linear(2 * width, width), nn.Linear(width, 10),
+    )
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    "Tokens, and what each stands for: its last digit."
+    tokens = torch.randint(128, (16, 8), generator=torch.Generator().manual_seed(step))
+    return tokens, tokens % 10
+
+
+def train(model: nn.Module, optimizer, steps: range) -> list[float]:
+    "The losses of a loop that knows nothing of grids."
+    losses = []
+    for step in steps:
+        x, y = batch(step)
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def everything(model, optimizer) -> list[torch.Tensor]:
+    "All tensors of a model and its optimizer, plain; copies."
+    grids = grid_weights(model)
+    found = [t for grid in grids.values() for t in grid.parts().values()]
+    found += [p for name, p in model.named_parameters() if name not in grids]
+    found += tree_leaves([optimizer.state.get(p) for p in model.parameters()])
+    return [t.detach().clone() for t in found if isinstance(t, torch.Tensor)]
+
+
+def equal(a: list, b: list) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+# what it computes
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_it_is_the_arm_of_the_instrument_bit_for_bit(bits):
+    recipe = Recipe("tiny", n_layer=2, n_head=2, n_embd=64, block_size=16)
+    arm = Arm(storage=BITS[bits], rule="adamw", lr=1e-3, moments="dynamic8", seed=3)
+    torch.manual_seed(0)
+    theirs = blank_model(recipe)
+    ours = copy.deepcopy(theirs)
+    weights = Weights(theirs, arm)
+    rule = make_rule(arm, weights.stored, Task())
+    names = {f"{name}.weight" for name, m in ours.named_modules() if type(m) is nn.Linear}
+    for name, p in ours.named_parameters(): p.requires_grad_(name in names)
+    settings = dict(lr=1e-3, betas=(Task().beta1, Task().beta2), eps=Task().eps, weight_decay=0.0)
+    optimizer = altgrad.without_master(ours, torch.optim.AdamW, bits=bits, seed=3, **settings)
+    for step in range(5):
+        tokens = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(step))
+        losses = [loss_of(model, tokens[:, :-1], tokens[:, 1:]) for model in (theirs, ours)]
+        assert losses[0].item() == losses[1].item()
+        for loss in losses: loss.backward()
+        weights.update(rule)
+        optimizer.step()
+        for p in (*weights.used, *ours.parameters()): p.grad = None
+    for theirs_p, ours_p in zip(weights.stored, grid_weights(ours).values(), strict=True):
+        assert theirs_p.parts().keys() == ours_p.parts().keys()
+        for name, part in theirs_p.parts().items(): assert torch.equal(part, ours_p.parts()[name])
+    packed = [s["exp_avg"] for s in optimizer.state.values() if is_packed(s["exp_avg"])]
+    expected = [s["exp_avg"] for s in rule.state.values() if is_packed(s["exp_avg"])]
+    assert len(packed) > 1 and equal(tree_leaves(packed), tree_leaves(expected))
+
+
+def test_the_loss_of_adamw():
+    plain = network()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), **SETTINGS), range(200))
+    model = network()
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, **SETTINGS)
+    found = train(model, optimizer, range(200))
+    # of a loss that falls from 2.4 to 0.05, the issue's margin
+    assert expected[0] > 2.2 and sum(expected[-20:]) / 20 < 0.1
+    assert abs(sum(found[-20:]) - sum(expected[-20:])) / 20 < 0.01
+
+
+def test_what_is_not_on_the_grid_moves_as_usual():
+    "The same gradients, in a model of which no weight is on the grid but one that stands apart."
+    model = network()
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, moments=32, **SETTINGS)
+    others = [p for p in model.parameters() if not isinstance(p, GridTensor)]
+    copies = [nn.Parameter(p.detach().clone()) for p in others]
+    usual = torch.optim.AdamW(copies, **SETTINGS)
+    for step in range(3):
+        for p, q in zip(others, copies):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            q.grad = p.grad.clone()
+        optimizer.step()
+        usual.step()
+    assert len(others) == 6 and equal(others, copies)
+
+
+@pytest.mark.parametrize("dtype", (None, torch.bfloat16), ids=("float32", "autocast"))
+def test_a_product_is_that_of_a_plain_layer_with_the_decoded_weight(dtype):
+    model, x = network(), torch.randn(4, 8, 64, requires_grad=True)
+    altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    plain = nn.Linear(64, 128)
+    with torch.no_grad():
+        plain.weight.copy_(model[2].weight.dequantize())
+        plain.bias.copy_(model[2].bias)
+    found = []
+    for layer in (model[2], plain):
+        x.grad = None
+        with torch.autocast("cpu", dtype, enabled=dtype is not None): y = layer(x)
+        y.float().square().sum().backward()
+        found.append([y.detach(), x.grad, layer.weight.grad, layer.bias.grad])
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("rule", (torch.optim.SGD, torch.optim.NAdam, torch.optim.Adafactor, Lion))
+def test_one_after_the_other_is_all_at_once(rule):
+    model = network()
+    optimizer = altgrad.without_master(model, rule, lr=1e-2)
+    twin = copy.deepcopy(model)
+    at_once = with_moments(on_grids(rule), "dynamic8")(twin.parameters(), lr=1e-2)
+    train(model, optimizer, range(4))
+    train(twin, at_once, range(4))
+    assert equal(everything(model, optimizer), everything(twin, at_once))
+
+
+def test_a_rule_that_knows_grids_is_torchs_adamw():
+    found = []
+    for rule, more in ((torch.optim.AdamW, {}), (StiffnessAdamW, dict(fmt="E4M3", power=0.0))):
+        model = network()
+        train(model, altgrad.without_master(model, rule, **SETTINGS, **more), range(4))
+        found.append([grid.codes for grid in grid_weights(model).values()])
+    assert equal(*found)
+
+
+class Sum(torch.optim.Optimizer):
+    "A rule whose step depends on all tensors at once."
+    def __init__(self, params, lr=1e-2): super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        every = [p for group in self.param_groups for p in group["params"]]
+        norm = sum(p.grad.square().sum() for p in every).sqrt()
+        for p in every: p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
+
+
+def test_an_optimizer_that_looks_at_all_tensors_sees_them_all():
+    model, plain = network(), network()
+    train(model, altgrad.without_master(model, Sum, lr=0.5), range(1))
+    train(plain, Sum(plain.parameters(), lr=0.5), range(1))
+    moved = (model[1].bias.norm(), plain[1].bias.norm())
+    # the gradients are those of weights that E4M3 holds to 2^-4
+    assert abs(moved[0] / moved[1] - 1) < 2**-4
+
+
+# the loop around it
+
+
+def test_a_schedule_hooks_and_a_closure():
+    model, calls = network(), []
+    torch.optim.AdamW(network().parameters())  # from now on torch hooks the step of its class
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    optimizer.register_step_post_hook(lambda *_: calls.append("step"))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=2)
+    def closure():
+        optimizer.zero_grad()
+        x, y = batch(0)
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 5e-4 and first.item() > 0 and calls == ["step"]
+    optimizer.step(closure)
+    schedule.step()
+    before = [p.detach().clone() for p in model.parameters() if not isinstance(p, GridTensor)]
+    optimizer.step(closure)  # with a rate of zero
+    assert equal(before, [p for p in model.parameters() if not isinstance(p, GridTensor)])
+    assert calls == ["step"] * 3
+
+
+def test_a_graph_from_before_a_step_is_refused():
+    model = network()
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    x, y = batch(0)
+    loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"): loss.backward()
+
+
+def test_gradients_are_released():
+    model, twin = network(), network()
+    usual = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    optimizer = altgrad.without_master(twin, torch.optim.AdamW, lr=1e-3, release_gradients=True)
+    alive = []
+    for step in range(3):
+        x, y = batch(step)
+        loss = nn.functional.cross_entropy(twin(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        alive += [p.grad for p in twin.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    train(model, usual, range(3))
+    assert set(alive) == {None}
+    assert equal(everything(model, usual), everything(twin, optimizer))
+
+
+def test_stall_watches_it():
+    model = network()
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    with altgrad.stall(model, optimizer, every=1) as meter: train(model, optimizer, range(4))
+    assert meter.measured == 4 and not meter.alarms
+    row = meter.tensors["2.weight"]
+    # the residual's rounding is right on average: of 8192 elements in four steps, within a tenth
+    assert row.stored == "E4M3" and not row.note and 0.9 < row.arrived < 1.1
+
+
+# checkpoints
+
+
+def reloaded(thing):
+    "What a file gives back."
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("rule", (torch.optim.AdamW, Lion))
+def test_a_checkpoint_goes_on_bit_for_bit(rule, bits):
+    model = network()
+    optimizer = altgrad.without_master(model, rule, lr=1e-3, bits=bits)
+    train(model, optimizer, range(5))
+    saved = reloaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    torch.manual_seed(5)
+    twin = copy.deepcopy(network())
+    for p in twin.parameters(): nn.init.normal_(p)
+    again = altgrad.without_master(twin, rule, lr=1.0, bits=bits)
+    twin.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    assert equal(everything(model, optimizer), everything(twin, again))
+    assert train(model, optimizer, range(5, 10)) == train(twin, again, range(5, 10))
+    assert equal(everything(model, optimizer), everything(twin, again))
+
+
+def test_a_state_of_another_grid_is_refused_and_a_plain_one_begins_afresh():
+    model = network()
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    train(model, optimizer, range(3))
+    other = network()
+    altgrad.without_master(other, torch.optim.AdamW, lr=1e-3, bits=8)
+    told = "2.weight was saved as E4M3, grid_residual4, not E4M3, grid_residual8"
+    with pytest.raises(InputError, match=told):
+        other.load_state_dict(model.state_dict())
+    torch.manual_seed(7)
+    plain = nn.Sequential(*(copy.deepcopy(m) for m in network()))
+    for p in plain.parameters(): nn.init.normal_(p, std=0.001)
+    state = copy.deepcopy(plain.state_dict())
+    model.load_state_dict(state)
+    altgrad.without_master(plain, torch.optim.AdamW, lr=1e-3)
+    for name, grid in grid_weights(plain).items():
+        loaded = grid_weights(model)[name]
+        for part, value in grid.parts().items(): assert torch.equal(value, loaded.parts()[part])
+
+
+def test_moments_of_another_kind_are_refused():
+    states = []
+    for moments in (8, 32):
+        model = network()
+        optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3, moments=moments)
+        train(model, optimizer, range(1))
+        states.append((optimizer, optimizer.state_dict()))
+    with pytest.raises(ValueError, match="not saved as dynamic8"):
+        states[0][0].load_state_dict(states[1][1])
+
+
+@pytest.mark.parametrize("change", ("bfloat16", "half", "double"))
+def test_another_type_is_refused(change):
+    model = network()
+    altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    with pytest.raises(InputError, match="move the model before without_master"):
+        getattr(model, change)()
+    assert isinstance(model.to("cpu").float().train().eval()[2].weight, GridTensor)
+    assert list(model[2]._parameters) == ["weight", "bias"]
+
+
+# other processes, and the compiler
+
+
+DDP = """
+import os, sys
+import torch
+import torch.distributed as dist
+sys.path.insert(0, os.environ["TESTS"])
+import altgrad
+from test_without_master import batch, everything, network, nn
+
+dist.init_process_group("gloo")
+rank, settings = dist.get_rank(), dict(lr=1e-3)
+model, alike = network(), sys.argv[1] == "alike"
+if not alike:  # as if no seed had been set
+    torch.manual_seed(rank)
+    for p in model.parameters(): nn.init.normal_(p, std=0.1 * (1 + rank))
+optimizer = altgrad.without_master(model, torch.optim.AdamW, **settings)
+parallel = nn.parallel.DistributedDataParallel(model, init_sync=not alike)
+for step in range(4):
+    x, y = (t.chunk(2)[rank] for t in batch(step))
+    loss = nn.functional.cross_entropy(parallel(x).flatten(0, 1), y.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+held = everything(model, optimizer)
+torch.save(held, f"{sys.argv[2]}/{rank}.pt")
+try: altgrad.without_master(network(), torch.optim.AdamW, lr=1e-3, release_gradients=True)
+except altgrad.basics.InputError as e: sys.stdout.write(f"refused: {e}\\n")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("start", ("alike", "other"))
+def test_two_processes_hold_the_same_bits(start, tmp_path):
+    (tmp_path / "ddp.py").write_text(DDP)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        str(tmp_path / "ddp.py"), start, str(tmp_path),
+    ]
+    here = os.path.dirname(__file__)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TESTS": here}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("refused: release_gradients makes a step before") == 2
+    held = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert equal(*held)
+    if start == "other": return
+    # in one process sums have another order: a few codes fall to the other side
+    model = network()
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    train(model, optimizer, range(4))
+    alone = everything(model, optimizer)
+    assert [t.shape for t in alone] == [t.shape for t in held[0]]
+    codes = [(a, b) for a, b in zip(alone, held[0]) if a.dtype == torch.uint8 and a.dim() == 2]
+    assert len(codes) > 2 and all((a != b).float().mean() < 0.01 for a, b in codes)
+
+
+@pytest.mark.skipif(NO_COMPILER, reason="torch's compiler needs vectors")
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_a_compiled_model_is_one_graph(backend):
+    eager, model = network(), network()
+    usual = altgrad.without_master(eager, torch.optim.AdamW, lr=1e-3)
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    found, expected = (
+        train(m, o, range(6)) for m, o in ((compiled, optimizer), (eager, usual))
+    )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    # fused operations round elsewhere: a few units in the last place, then a code here and there
+    if backend == "aot_eager": assert found == expected
+    assert found == pytest.approx(expected, rel=2e-3)
+    assert found[-1] < found[0]
+
+
+# what lies in memory
+
+
+def size_of_all() -> int:
+    "Bytes of all tensors that live in this process."
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) not in (torch.Tensor, nn.Parameter): continue
+        if thing.layout != torch.strided or thing.is_meta: continue
+        storage = thing.untyped_storage()
+        with suppress(RuntimeError):  # a tensor of torch's compiler that never had memory
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def wide() -> nn.Module:
+    "Nothing but matrices, of 2^18 elements each."
+    return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+
+
+@pytest.mark.parametrize("rule, settings, count, expected", (
+    (torch.optim.AdamW, dict(bits=4), 2, 3.5), (Lion, dict(bits=4), 1, 2.5),
+    (torch.optim.SGD, dict(bits=4, momentum=0.9), 1, 2.5),
+    (torch.optim.AdamW, dict(bits=0), 2, 3.0), (torch.optim.SGD, dict(bits=8), 0, 2.0),
+    (torch.optim.AdamW, dict(bits=2, moments=32), 0, 9.25),
+))
+def test_bytes_a_weight(rule, settings, count, expected):
+    small = network()  # makes the tables of the format and of moments
+    train(small, altgrad.without_master(small, torch.optim.AdamW, lr=1e-4), range(1))
+    del small
+    before = size_of_all()
+    model = wide()
+    optimizer = altgrad.without_master(model, rule, lr=1e-4, **settings)
+    for _ in range(2):
+        model(torch.ones(2, 512)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    scales = count * 4 / 256  # a float32 for each block of a moment in eight bits
+    kept = (size_of_all() - before) / sum(p.numel() for p in model.parameters())
+    # a few numbers of each tensor: some hundred bytes beside 2^18
+    assert 0 <= kept - expected - scales < 2**-10
+
+
+PEAK = """
+import gc, resource, sys, threading, time
+import torch
+from torch import nn
+import altgrad
+
+def resident(): return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+def most(function):
+    "What a function keeps resident at most, beyond what there was."
+    gc.collect()
+    peak, over = [before := resident()], threading.Event()
+    def look():
+        while not over.is_set():
+            peak.append(resident())
+            time.sleep(1e-3)
+    thread = threading.Thread(target=look)
+    thread.start()
+    function()
+    over.set()
+    thread.join()
+    return max(peak) - before
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(96)))
+optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-4, release_gradients=True)
+x = torch.randn(4, 256)
+def step():
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+step()
+copy = 4 * sum(p.numel() for p in model.parameters())
+print(most(step) / copy, most(lambda: [p.dequantize() for p in model.parameters()]) / copy)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="Linux tells what is resident")
+def test_a_step_never_holds_a_copy_of_the_weights():
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    command = [sys.executable, "-c", PEAK]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    step, decoded = map(float, done.stdout.split())
+    # one tensor of 96 in some 25 float32 copies of itself; all decoded are seen to be a copy
+    assert step < 0.4 and decoded > 0.9
+
+
+# input that cannot work
+
+
+def tied() -> nn.Module:
+    "Two layers with one weight."
+    layers = nn.Embedding(128, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+    layers[2].weight = layers[1].weight
+    return nn.Sequential(*layers)
+
+
+def frozen() -> nn.Module: return network().requires_grad_(False)
+
+
+def twice() -> nn.Module:
+    model = network()
+    altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    return model
+
+
+def quantized() -> nn.Module:
+    model = network()
+    altgrad.quantize_model(model, "E4M3")
+    return model
+
+
+def infinite() -> nn.Module:
+    model = network()
+    with torch.no_grad(): model[4].weight[3, 3] = torch.inf
+    return model
+
+
+class NoRate(torch.optim.Optimizer):
+    def __init__(self, params): super().__init__(params, {})
+
+
+class Copies(torch.optim.Optimizer):
+    "Keeps something of each weight under a name that nobody knows."
+    def __init__(self, params, lr=0.1): super().__init__(params, dict(lr=lr))
+
+    def step(self):
+        for p in self.param_groups[0]["params"]: self.state[p]["copy"] = p.detach().clone()
+
+
+ADAMW = torch.optim.AdamW
+
+
+def parts(model) -> list:
+    "The modules of a model and the identities of their parameters."
+    if not isinstance(model, nn.Module): return []
+    return [
+        (name, type(m), {key: id(p) for key, p in m._parameters.items()})
+        for name, m in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("make, optimizer, settings, told", (
+    (nn.ReLU, ADAMW, {}, "the model has no parameters"),
+    (lambda: nn.Conv2d(3, 3, 3), ADAMW, {}, "no nn.Linear to train on a grid: .* in Conv2d"),
+    (frozen, ADAMW, {}, "no nn.Linear to train on a grid"),
+    (tied, ADAMW, {}, "1.weight is tied to 2.weight, .* name its layers in skip"),
+    (lambda: network().to("meta"), ADAMW, {}, "0.weight is on the meta device, without values"),
+    (twice, ADAMW, {}, "2.weight lives on a grid already"),
+    (quantized, ADAMW, {}, "the model is quantized already"),
+    (infinite, ADAMW, {}, "4.weight is empty, complex, or not finite"),
+    (lambda: "gpt2", ADAMW, {}, "takes a torch.nn.Module, not str"),
+    (lambda: nn.DataParallel(network()), ADAMW, {}, "DataParallel holds the weights"),
+    (network, "adamw", {}, "a class of torch.optim.Optimizer, not a str"),
+    (network, nn.Linear, {}, "a class of torch.optim.Optimizer, not Linear"),
+    (network, NoRate, {}, "NoRate takes no lr"),
+    (network, torch.optim.LBFGS, {}, "the step of LBFGS needs a closure"),
+    (network, Copies, {}, "Copies keeps 'copy' for every element"),
+    (network, ADAMW, {"format": "E9M9"}, "unknown format 'E9M9'"),
+    (network, ADAMW, {"format": "bfloat16"}, "codes have 4, 6 or 8 bits, not bfloat16"),
+    (network, ADAMW, {"bits": 3}, "unknown bits '3'; allowed: 0, 2, 4, 8"),
+    (network, ADAMW, {"bits": False}, "unknown bits 'False'"),
+    (network, ADAMW, {"moments": 16}, "unknown moments '16'; allowed: 8, 32"),
+    (network, ADAMW, {"lr": -1.0}, "AdamW refuses: Invalid learning rate"),
+    (network, ADAMW, {"rate": 1.0}, "AdamW refuses: .*'rate'"),
+    (network, ADAMW, {"skip": "head"}, "no linear layer matches 'head'; there are: 2, 4, 5"),
+    (network, Sum, {"release_gradients": True}, "Sum may look at all tensors at once"),
+), ids=lambda value: None if callable(value) or isinstance(value, dict) else str(value)[:30])
+def test_input_that_cannot_work_changes_nothing(make, optimizer, settings, told):
+    model = make()
+    before = parts(model)
+    with pytest.raises(InputError, match=told) as error:
+        altgrad.without_master(model, optimizer, **settings)
+    assert "\n" not in str(error.value)
+    assert parts(model) == before
+
+
+def test_tied_weights_are_skipped_and_train():
+    model = tied()
+    with pytest.raises(InputError): altgrad.without_master(model, ADAMW, lr=1e-3, skip="1")
+    optimizer = altgrad.without_master(model, ADAMW, lr=1e-3, skip=("1", "2"))
+    before = model[1].weight.detach().clone()
+    train(model, optimizer, range(1))
+    assert [type(m) for m in model][1:] == [nn.Linear, nn.Linear, GridLinear]
+    assert model[1].weight is model[2].weight and not torch.equal(model[1].weight, before)
+
+
+def test_what_a_model_in_bfloat16_cannot_have_is_said_at_once():
+    model = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 64)).bfloat16()
+    with pytest.raises(InputError, match="made from float32, and 0.weight is torch.bfloat16"):
+        altgrad.without_master(model, torch.optim.AdamW, lr=1e-3, skip=())
+    assert type(model[1]) is nn.Linear and type(model[1].weight.data) is torch.Tensor
+
+
+def test_a_weight_that_is_computed_is_not_passed_over():
+    model = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(64, 64)))
+    with pytest.raises(InputError, match="no nn.Linear to train on a grid"):
+        altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+
+
+def test_weights_that_would_leave_the_grid_are_refused():
+    model = nn.Sequential(nn.Linear(64, 64))
+    altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    with pytest.raises(InputError, match="load without assign=True"):
+        model.load_state_dict(nn.Sequential(nn.Linear(64, 64)).state_dict(), assign=True)
+    plain = nn.Sequential(nn.Linear(64, 64)).state_dict()
+    plain["0.weight"][3, 4] = float("nan")
+    with pytest.raises(InputError, match="0.weight is not finite"): model.load_state_dict(plain)
