@@ -1,0 +1,255 @@
+"""What else could be the reason: formulas, resets, averages, floors, scales, inputs, all tensors.
+
+python nbs/studies/experiments/other_reasons.py --out FOLDER [--part NAME,...] [--workers N]
+
+Each part has a ledger of its own, FOLDER/PART/ledger.jsonl; the command goes on where it was stopped.
+`python .ci/ledger.py FOLDER/PART/ledger.jsonl nbs/results/reasons/PART` stores the rows for the page,
+nbs/studies/other_reasons.ipynb, which says what is expected.
+"""
+import argparse
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+from altgrad.evidence.bench import PROTOCOLS, Protocol, Trial
+from altgrad.evidence.instrument import Arm, Task
+from altgrad.evidence.study import cell_of
+from altgrad.training.experiment import Interval, interval
+
+BENCH = PROTOCOLS["bench-1"]
+LAW = replace(BENCH, name="other reasons", tune=BENCH.tune[:2])
+MARGIN = BENCH.margin  # nats: arms that are closer are equal
+HOLDS, REFUTED, OPEN = "holds", "refuted", "not decided"
+GRID = "grid_stochastic"
+Losses = Mapping[str, Sequence[float]]  # by arm, one a checkpoint
+
+
+def equal(found: Interval, margin: float = MARGIN) -> str:
+    "Whether a difference is none."
+    if found.low > margin or found.high < -margin: return REFUTED
+    return HOLDS if -margin <= found.low and found.high <= margin else OPEN
+
+
+def above(found: Interval, least: float) -> str:
+    "Whether a difference is at least so large."
+    if found.high < least: return REFUTED
+    return HOLDS if found.low >= least else OPEN
+
+
+def below(found: Interval, most: float) -> str:
+    "Whether a difference is at most so large."
+    if found.low > most: return REFUTED
+    return HOLDS if found.high <= most else OPEN
+
+
+def gap(losses: Losses, arm: str, other: str) -> Interval:
+    "How far an arm ends above another, nats."
+    return interval(a - b for a, b in zip(losses[arm], losses[other], strict=True))
+
+
+@dataclass(frozen=True)
+class Claim:
+    "A sentence that runs can refute."
+    text: str
+    found: Callable[[Losses], Interval]
+    judge: Callable[[Interval], str]
+
+
+@dataclass(frozen=True)
+class Part:
+    "Arms that are compared, and what is claimed of them."
+    arms: Mapping[str, dict[str, Any]]
+    claims: Sequence[Claim]
+    task: Task = LAW.task
+
+    def protocol(self) -> Protocol:
+        "The law of all parts, with this part's task."
+        return replace(LAW, task=self.task)
+
+    def made(self) -> dict[str, Arm]:
+        "The arms by name."
+        usual = {"rule": "adamw", "checkpoint": LAW.tune[0], "storage": GRID}
+        return {name: Arm(**usual | how) for name, how in self.arms.items()}
+
+
+def differs(arm: str, other: str) -> Callable[[Losses], Interval]:
+    "How far an arm ends above another."
+    return lambda losses: gap(losses, arm, other)
+
+
+def gain_differs(pair: tuple[str, str], other: tuple[str, str]) -> Callable[[Losses], Interval]:
+    "How far the gain of one pair, the second's loss minus the first's, exceeds that of another."
+    def found(losses: Losses) -> Interval:
+        rows = zip(*(losses[name] for name in (*pair, *other)), strict=True)
+        return interval((b - a) - (d - c) for a, b, c, d in rows)
+    return found
+
+
+def share_of(pair: tuple[str, str], whole: tuple[str, str], share: float
+             ) -> Callable[[Losses], Interval]:
+    "How far the first's loss above the second's exceeds a share of the same of another pair."
+    def found(losses: Losses) -> Interval:
+        rows = zip(*(losses[name] for name in (*pair, *whole)), strict=True)
+        return interval((a - b) - share * (c - d) for a, b, c, d in rows)
+    return found
+
+
+def formulas() -> Part:
+    "Other formulas of the stiffness."
+    names = ("ulp", "smooth", "exponent", "lns")
+    arms, claims = {}, []
+    for fmt in ("E4M3", "E7M0"):
+        for p in (-0.5, 0.5):
+            for name in names:
+                arms[f"{fmt} {p:g} {name}"] = {
+                    "format": fmt, "rule": "stiffness_adamw", "power": p, "formula": name,
+                }
+            for one, other in (("exponent", "ulp"), ("lns", "smooth"), ("smooth", "ulp")):
+                claims.append(Claim(f"{fmt}, p = {p:g}: {one} ties with {other}",
+                                    differs(f"{fmt} {p:g} {one}", f"{fmt} {p:g} {other}"), equal))
+    return Part(arms, claims)
+
+
+def resets() -> Part:
+    "Moments that begin anew."
+    arms, claims = {}, []
+    for name, how in {"FP32": {"storage": "fp32"}, "E4M3": {"format": "E4M3"},
+                      "E7M0": {"format": "E7M0"}}.items():
+        for every in (0, 25, 100): arms[f"{name} {every}"] = how | {"reset_every": every}
+        claims += [Claim(f"{name}: moments that begin anew every {every} updates cost at least 0.01 nats",
+                         differs(f"{name} {every}", f"{name} 0"), lambda d: above(d, MARGIN))
+                   for every in (25, 100)]
+    return Part(arms, claims)
+
+
+def inputs() -> Part:
+    "Rounded inputs of all linear layers, weights in float32."
+    words = ("", "E0M7", "E1M6", "E1M6 unscaled", "E4M3", "E4M3 unscaled")
+    arms = {word or "none": {"storage": "fp32", "inputs": word} for word in words}
+    return Part(arms, [
+        Claim("E1M6 under a scale is E0M7, to the last bit", differs("E1M6", "E0M7"),
+              lambda d: HOLDS if d.low == d.high == 0 else REFUTED),
+        Claim("E4M3 needs no scale: without one it ends at most 0.01 nats above",
+              differs("E4M3 unscaled", "E4M3"), lambda d: below(d, MARGIN)),
+        Claim("E1M6 without a scale costs at most 0.03 nats", differs("E1M6 unscaled", "none"),
+              lambda d: below(d, 0.03)),
+        Claim("E1M6 under a scale costs at most 0.01 nats", differs("E1M6", "none"),
+              lambda d: below(d, MARGIN)),
+    ])
+
+
+def average() -> Part:
+    "An average of the weights, beside a bent update."
+    arms: dict[str, dict[str, Any]] = {
+        "AdamW": {"format": "E7M0"},
+        "average": {"format": "E7M0", "rule": "averaged_adamw"},
+        "FP32": {"storage": "fp32"},
+        "FP32, average": {"storage": "fp32", "rule": "averaged_adamw"},
+    }
+    for p in (-0.5, -1.0):
+        arms[f"S^{p:g}"] = {"format": "E7M0", "rule": "stiffness_adamw", "power": p}
+    return Part(arms, [
+        Claim("E7M0: an average of AdamW's weights wins at least 0.02 nats",
+              differs("AdamW", "average"), lambda d: above(d, 0.02)),
+        Claim("E7M0: S^-1 wins at most 0.01 nats more than the average", differs("average", "S^-1"),
+              lambda d: below(d, MARGIN)),
+        Claim("E7M0: the average wins at least 0.01 nats more than it does in FP32",
+              gain_differs(("average", "AdamW"), ("FP32, average", "FP32")),
+              lambda d: above(d, MARGIN)),
+    ])
+
+
+def floors() -> Part:
+    "Floors of the stiffness, in octaves below the largest."
+    arms, claims = {}, []
+    for fmt in ("E4M3", "E7M0"):
+        arms[f"{fmt} AdamW"] = {"format": fmt}
+        for p in (-1.0, 1.0):
+            for floor in (2.0, 4.0, 8.0, 16.0):
+                arms[f"{fmt} S^{p:g} R={floor:g}"] = {
+                    "format": fmt, "rule": "stiffness_adamw", "power": p, "floor_octaves": floor,
+                }
+            for floor in (4, 16):
+                one, other = (f"{fmt} S^{p:g} R={r}" for r in (floor, 8))
+                claims.append(Claim(f"{fmt}, p = {p:g}: R = {floor} ties with R = 8",
+                                    differs(one, other), equal))
+    return Part(arms, claims)
+
+
+def scales() -> Part:
+    "One scale for a tensor, a channel or a block."
+    arms: dict[str, dict[str, Any]] = {"FP32": {"storage": "fp32"}}
+    claims = []
+    for fmt in ("E0M7", "E2M5", "E4M3", "E5M2", "E7M0"):
+        for shared in ("tensor", "channel", "32"):
+            arms[f"{fmt} {shared}"] = {"format": fmt, "granularity": shared}
+        for shared in ("channel", "32"):
+            one, whole = (f"{fmt} {shared}", "FP32"), (f"{fmt} tensor", "FP32")
+            if fmt in ("E0M7", "E2M5"):
+                claims.append(Claim(f"{fmt}, {shared}: the cost falls by more than a third",
+                                    share_of(one, whole, 2 / 3), lambda d: below(d, 0.0)))
+                continue
+            claims.append(Claim(f"{fmt}, {shared}: the cost stays above four fifths",
+                                share_of(one, whole, 0.8), lambda d: above(d, 0.0)))
+            claims.append(Claim(f"{fmt}, {shared}: the cost stays below six fifths",
+                                share_of(one, whole, 1.2), lambda d: below(d, 0.0)))
+    return Part(arms, claims)
+
+
+def in_order(how: dict[str, Any], task: Task = LAW.task) -> Part:
+    "Master weights, stochastic and nearest rounding, in other surroundings."
+    arms = {f"{fmt} {kind}": how | {"format": fmt, "storage": kind}
+            for fmt in ("E4M3", "E7M0") for kind in ("master", GRID, "grid_nearest")}
+    steps = (("master", GRID), (GRID, "grid_nearest"))
+    claims = [Claim(f"{fmt}: {b} does not end more than 0.01 nats below {a}",
+                    differs(f"{fmt} {b}", f"{fmt} {a}"), lambda d: above(d, -MARGIN))
+              for fmt in ("E4M3", "E7M0") for a, b in steps]
+    return Part(arms, claims, task)
+
+
+PARTS: dict[str, Callable[[], Part]] = {  # in the order of the runs
+    "average": average,
+    "formulas": formulas,
+    "scales": scales,
+    "inputs": inputs,
+    "tensors": lambda: in_order({"inputs": "E4M3", "gradients": "E5M2"}),
+    "floors": floors,
+    "resets": resets,
+    "decay": lambda: in_order({"weight_decay": 0.1}),
+    "betas": lambda: in_order({}, replace(LAW.task, beta2=0.999)),
+    "batches": lambda: in_order({}, replace(LAW.task, batch_size=4 * LAW.task.batch_size)),
+}
+
+
+def losses_of(rows: Iterable[Mapping[str, Any]], part: Part) -> dict[str, list[float]]:
+    "The confirmed losses of a part's finished arms, in the order of the checkpoints."
+    like = replace(next(iter(part.made().values())), lr=0.0, corpus=LAW.corpus)
+    names: dict[Arm, list[str]] = {}
+    for name, arm in part.made().items():
+        names.setdefault(replace(arm, lr=0.0, corpus=LAW.corpus), []).append(name)
+    ends: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["stage"] != "confirm": continue
+        for name in names.get(cell_of(row, like), ()):
+            ends.setdefault(name, {})[row["checkpoint"]] = row["val_loss"]
+    return {name: [found[c] for c in LAW.confirm] for name, found in ends.items()
+            if set(found) >= set(LAW.confirm)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part", default=",".join(PARTS))
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    chosen = args.part.split(",")
+    if not set(chosen) <= set(PARTS): parser.error(f"the parts are {', '.join(PARTS)}")
+    failed = 0
+    for name in chosen:
+        part = PARTS[name]()
+        failed += Trial(part.made(), args.out / name, part.protocol()).run(args.workers)
+    return min(failed, 1)
+
+
+if __name__ == "__main__": raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""The claims about other reasons, on losses whose outcome is known."""
+from dataclasses import asdict, replace
+
+import pytest
+
+from altgrad.evidence.instrument import arm_facts
+
+from tiny import load_experiment
+
+reasons = load_experiment("other_reasons")
+CONFIRM = reasons.LAW.confirm
+WIGGLE = [0.001 * (-1) ** k for k in range(len(CONFIRM))]
+
+
+def rows_of(part, ends, corpus=reasons.LAW.corpus):
+    "Rows in which every arm has its loss, nats above 2."
+    return [
+        {**arm_facts(replace(arm, split="confirm", corpus=corpus, checkpoint=checkpoint)), "stage": "confirm",
+         "val_loss": 2 + ends(name) + (wiggle if i % 2 else -wiggle)}
+        for i, (name, arm) in enumerate(part.made().items()) for checkpoint, wiggle in zip(CONFIRM, WIGGLE)
+    ]
+
+
+@pytest.mark.parametrize("name", reasons.PARTS)
+def test_every_arm_of_a_part_is_another_and_every_claim_reads_arms_that_are_there(name):
+    part = reasons.PARTS[name]()
+    made = list(part.made().values())
+    assert len({str(asdict(arm)) for arm in made}) == len(made)
+    losses = reasons.losses_of(rows_of(part, lambda arm: 0.0), part)
+    assert set(losses) == set(part.arms)
+    for claim in part.claims: assert claim.judge(claim.found(losses)) in ("holds", "refuted", "not decided")
+
+
+def judged(name, ends):
+    "The verdicts of a part, by sentence."
+    part = reasons.PARTS[name]()
+    losses = reasons.losses_of(rows_of(part, ends), part)
+    return {claim.text: claim.judge(claim.found(losses)) for claim in part.claims}
+
+
+def test_formulas():
+    alike = judged("formulas", lambda arm: 0.1)
+    assert set(alike.values()) == {"holds"} and len(alike) == 12
+    apart = judged("formulas", lambda arm: 0.05 * ("smooth" in arm))
+    refuted = [text for text, verdict in apart.items() if verdict == "refuted"]
+    assert len(refuted) == 8 and not any("exponent" in text for text in refuted)
+
+
+def test_an_average_that_wins_more_where_there_is_noise():
+    wins = {"AdamW": 0.1, "average": 0.05, "S^-1": 0.06, "S^-0.5": 0.07, "FP32": 0.0, "FP32, average": 0.0}
+    assert set(judged("average", wins.get).values()) == {"holds"}
+    loses = {**wins, "average": 0.1}
+    assert list(judged("average", loses.get).values()) == ["refuted", "refuted", "refuted"]
+
+
+def test_a_cost_in_shares_of_another():
+    cost = {"FP32": 0.0, **{f"{f} {s}": 0.1 for f in ("E4M3", "E5M2", "E7M0") for s in ("tensor", "channel", "32")},
+            **{f"{f} {s}": 0.1 if s == "tensor" else 0.05 for f in ("E0M7", "E2M5")
+               for s in ("tensor", "channel", "32")}}
+    assert set(judged("scales", cost.get).values()) == {"holds"}
+    swapped = {name: 0.15 - value if name != "FP32" else 0.0 for name, value in cost.items()}
+    swapped |= {f"{f} tensor": 0.1 for f in ("E4M3", "E5M2", "E7M0", "E0M7", "E2M5")}
+    found = judged("scales", swapped.get)
+    assert {found[t] for t in found if "a third" in t or "four fifths" in t} == {"refuted"}
+
+
+def test_an_order_that_turns():
+    order = {"master": 0.0, "grid_stochastic": 0.05, "grid_nearest": 0.2}
+    assert set(judged("tensors", lambda arm: order[arm.split()[1]]).values()) == {"holds"}
+    assert set(judged("tensors", lambda arm: -order[arm.split()[1]]).values()) == {"refuted"}
+
+
+def test_inputs_that_differ_in_a_bit_refute():
+    part = reasons.PARTS["inputs"]()
+    losses = {name: [2.0] * len(CONFIRM) for name in part.arms}
+    assert part.claims[0].judge(part.claims[0].found(losses)) == "holds"
+    losses["E1M6"] = [2.0 + 2.0**-50] * len(CONFIRM)
+    assert part.claims[0].judge(part.claims[0].found(losses)) == "refuted"
+
+
+def test_an_arm_that_is_not_confirmed_everywhere_is_not_there():
+    part = reasons.PARTS["average"]()
+    rows = [row for row in rows_of(part, lambda arm: 0.0) if row["checkpoint"] != CONFIRM[0]]
+    assert reasons.losses_of(rows, part) == {}
