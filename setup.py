@@ -25,7 +25,7 @@ setup(
     install_requires=facts["requirements"].split(),
     extras_require={
         extra: facts[f"{extra}_requirements"].split()
-        for extra in ("dev", "bench", "ray", "workspace", "integrations", "explore")
+        for extra in ("dev", "bench", "ray", "workspace", "integrations", "explore", "triton")
     },
     entry_points={
         "console_scripts": facts["console_scripts"].split(),

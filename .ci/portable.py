@@ -63,18 +63,23 @@ SETTINGS = {  # environment of a process, by what it stands for
 NOTEBOOKS = """
     numbers/03_counts numbers/04_scaling numbers/05_choosing geometry/00_spacing
     geometry/01_manifold geometry/03_storage geometry/04_optim model/00_gpt model/01_parallel
-    model/02_points model/03_products model/04_surgery watching/01_sums watching/02_points
+    model/02_points model/03_products model/04_surgery model/05_without_master
+    watching/01_sums watching/02_points
     watching/03_updates watching/04_monitors watching/05_series watching/06_thresholds watching/07_shadow
-    watching/08_callbacks training/04_trainer training/05_experiment evidence/00_instrument
+    watching/08_callbacks watching/09_attempt watching/10_stall training/04_trainer
+    training/05_experiment evidence/00_instrument
     evidence/01_sweep evidence/03_stability evidence/04_replicas views/04_explorer index
     studies/toy_losses studies/trained_geometry studies/power_of_the_exponent
     studies/portability tutorials/first_run tutorials/bring_your_own_format
-    tutorials/bring_your_own_model tutorials/publish_a_result understand/geometry
+    tutorials/bring_your_own_model tutorials/did_my_weights_move tutorials/publish_a_result
+    tutorials/without_master_weights
+    understand/geometry
     understand/scaling understand/stochastic_rounding understand/where_s_acts
 """.split()
 TESTS = """
     test_compile test_ddp test_evidence test_manifold test_monitors test_optim test_portability
-    test_quantize test_replicas test_results test_scaling test_surgery test_survival
+    test_quantize test_replicas test_results test_scaling test_stall test_surgery test_survival
+    test_without_master
 """.split()
 QUICK_SETTINGS = "all three at their least", "two threads"
 QUICK = """

@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from .geometry.optim import RiemannianAdamW, StiffnessAdamW
     from .geometry.storage import store_on_grid
     from .model.surgery import quantize_model
+    from .model.without_master import without_master
     from .numbers.formats import get_format
     from .numbers.quantize import dequantize, fake_quantize, quantize
     from .training.trainer import Trainer
     from .views.explorer import explore
     from .watching.monitors import Monitors
+    from .watching.record import record
+    from .watching.stall import stall
 
 _PLACES = {
     "get_format": "numbers.formats",
@@ -27,14 +30,18 @@ _PLACES = {
     "StiffnessAdamW": "geometry.optim",
     "RiemannianAdamW": "geometry.optim",
     "quantize_model": "model.surgery",
+    "without_master": "model.without_master",
     "Monitors": "watching.monitors",
+    "stall": "watching.stall",
+    "record": "watching.record",
     "Trainer": "training.trainer",
     "explore": "views.explorer",
 }
 
 __all__ = [
     "FP8Manifold", "Monitors", "RiemannianAdamW", "StiffnessAdamW", "Trainer", "dequantize", "explore",
-    "fake_quantize", "get_format", "quantize", "quantize_model", "store_on_grid",
+    "fake_quantize", "get_format", "quantize", "quantize_model", "record", "stall",
+    "store_on_grid", "without_master",
 ]
 
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MESSAGE', 'LARGEST', 'LARGEST_RECORD', 'MOST_VALUES', 'MOST_LEVELS', 'COLORS', 'MARKERS', 'INK', 'one_line',
-           'InputError', 'unknown', 'tell', 'WriteError', 'write_atomic', 'make_folder', 'remove_leftovers',
-           'read_small', 'parse_yaml', 'read_yaml', 'parse_json', 'is_number', 'read_parquet', 'svg_bars', 'html_card',
-           'figure_style', 'in_figure_style']
+           'InputError', 'unknown', 'tell', 'WriteError', 'sync_folder', 'write_atomic', 'make_folder',
+           'remove_leftovers', 'read_small', 'parse_yaml', 'read_yaml', 'parse_json', 'is_number', 'read_parquet',
+           'svg_bars', 'html_card', 'figure_style', 'in_figure_style']
 
 # %% ../nbs/basics.ipynb #085f52e4
 import difflib
@@ -66,7 +66,9 @@ class WriteError(InputError):
     """A file could not be written, because the disk is full for example;
     what was there before is whole."""
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(
+    path: Path,  # where a file or a folder was renamed
+) -> None:
     "Forces a folder's names to the disk, where the system can."
     with suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
@@ -89,7 +91,7 @@ def write_atomic(
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as e: raise WriteError(f"cannot write {path}: {e.strerror or e}") from None
     finally:
         with suppress(OSError): temporary.unlink(missing_ok=True)

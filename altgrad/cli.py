@@ -13,17 +13,18 @@ import os
 import signal
 import sys
 import textwrap
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from types import FrameType
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable, Iterator, NoReturn
 
 # %% ../nbs/cli.ipynb #5724e35d
 _CONFIGS = """
 configs
   A CONFIG is the path of a YAML file, or the name of a packaged config: bf16_baseline,
-  and <format>_fp8 for each of the eight formats E0M7 ... E7M0, for example e4m3_fp8.
+  and <format>_fp8 for each of the eight formats E0M7 ... E7M0, for example e4m3_fp8;
+  ten_million/bf16_baseline and so on train ten million parameters on EUR-Lex.
   A file needs only what differs from the defaults:
 
       format: E4M3
@@ -86,9 +87,16 @@ _EXAMPLES = {  # command -> what one types, and what that does
     "autopsy": (
         (
             "altgrad autopsy runs/e4m3_fp8",
-            "what went wrong, in order of time; drawn into the run's folder",
+            "what went wrong, in order of time; so for a folder that altgrad.record wrote",
         ),
         ("altgrad autopsy runs/e2m5_fp8 --against runs/e4m3_fp8", "beside a run that went well"),
+    ),
+    "what-if": (
+        ("altgrad what-if broken --format E4M3", "one scale a tensor, rounded to nearest"),
+        (
+            "altgrad what-if broken --format E5M2 --block 32 --rounding stochastic",
+            "what each layer of a dumped step would lose in E5M2, with a scale for every 32",
+        ),
     ),
     "explore": (
         ("altgrad explore", "open the explorer in JupyterLab"),
@@ -106,32 +114,42 @@ _EXAMPLES = {  # command -> what one types, and what that does
         ),
     ),
     "bench": (
-        (
-            "altgrad bench my_rule.py:Lion",
-            "a rule of yours against tuned AdamW, with its weights in 8 bits",
-        ),
+        ("altgrad bench my_rule.py:Lion", "a rule of yours against tuned AdamW, with its weights in 8 bits"),
         (
             "altgrad bench stiffness_adamw --set power=-1 --format E7M0 --quick",
             "a rough answer for another rule and format",
         ),
     ),
-    "replay": (
-        ("altgrad replay 3f9a --ledger nbs/results/ledger", "one run of the ledger again"),
+    "conform": (
+        ("altgrad conform my_kernel.py:quantize --format E4M3", "a verdict on a quantizer"),
         (
-            "altgrad replay 3f9a --ledger runs/ledger --corpus eurlex=path:laws.txt",
-            "of one's own ledger",
+            "altgrad conform --binary ./simulator --format E5M2 --overflow special",
+            "a program that reads float32 numbers and writes codes",
         ),
     ),
+    "replay": (
+        ("altgrad replay 3f9a --ledger nbs/results/ledger", "one run of the ledger again"),
+        ("altgrad replay 3f9a --ledger runs/ledger --corpus eurlex=path:laws.txt", "of one's own ledger"),
+    ),
     "max-lr": (
-        (
-            "altgrad max-lr all --out runs/max-lr --corpus eurlex=path:laws.txt",
-            "the eight formats under AdamW",
-        ),
+        ("altgrad max-lr all --out runs/max-lr --corpus eurlex=path:laws.txt", "the eight formats under AdamW"),
         (
             "altgrad max-lr E4M3 --rule riemannian_adamw --out runs/max-lr --corpus "
             "eurlex=path:laws.txt",
             "another rule",
         ),
+    ),
+    "vectors": (
+        ("altgrad vectors", "the right answers to every rounding, into altgrad-vectors-1"),
+        ("altgrad vectors --out build", "into build/altgrad-vectors-1"),
+    ),
+    "doctor": (
+        ("altgrad doctor", "what this machine has, and whether its numbers are right"),
+        ("altgrad doctor --json", "the same for a bug report"),
+    ),
+    "convert": (
+        ("altgrad convert runs/mine --to fp8", "into runs/mine/fp8, for transformers"),
+        ("altgrad convert runs/mine --to mxfp8 --out served", "for torchao, into served"),
     ),
     "workspace": (
         ("altgrad workspace me/altgrad", "the page of the runs that were sent there"),
@@ -145,6 +163,10 @@ def _examples(*commands: str) -> str:
     examples = chain.from_iterable(_EXAMPLES[command] for command in commands)
     lines = [f"  {typed}\n      {does}" for typed, does in examples]
     return "\n".join(["examples", *lines]) + "\n"
+
+_CONFORMS = """
+exit codes: 0 it conforms, 1 it does not, 2 it cannot be judged, or the request is wrong
+"""
 
 _EXITS = """
 exit codes: 0 done, 1 a run ended early, 2 something in the request is wrong, 130 interrupted
@@ -258,6 +280,55 @@ def _add_bench(commands: Any) -> None:
     p.add_argument("--json", action="store_true", help="print the cards as JSON, and no progress")
     _add_foreign(p)
 
+# %% ../nbs/cli.ipynb #01eba7b9
+def _add_vectors(commands: Any) -> None:
+    "The parser of `vectors`."
+    p = _command(commands, "vectors", "write golden vectors: right answers for other programs")
+    p.add_argument("--out", default=".", metavar="DIR",
+                   help="folder that gets the folder altgrad-vectors-1 (default: .)")
+
+# %% ../nbs/cli.ipynb #d08982b4
+def _add_doctor(commands: Any) -> None:
+    "The parser of `doctor`."
+    p = _command(commands, "doctor", "say what this machine has, and whether its numbers are right")
+    p.add_argument("--json", action="store_true", help="print everything as JSON")
+    p.add_argument("--no-test", action="store_true", help="leave out the self-test")
+
+# %% ../nbs/cli.ipynb #e9e9ecc5
+def _add_convert(commands: Any) -> None:
+    "The parser of `convert`."
+    p = _command(commands, "convert", "write a run's weights as another library reads them")
+    p.add_argument("run", metavar="RUN", help="folder of a run")
+    p.add_argument("--to", required=True, metavar="LAYOUT",
+                   help="fp8 or fp8_blocks (transformers), compressed-tensors, mxfp8, mxfp8_e5m2 or "
+                        "mxfp4 (torchao)")
+    p.add_argument("--out", metavar="DIR", help="folder (default: RUN/LAYOUT)")
+
+# %% ../nbs/cli.ipynb #64aee6b3
+def _add_conform(commands: Any) -> None:
+    "The parser of `conform`."
+    does = "judge a quantizer, anyone's: it conforms, or what is wrong, by name"
+    p = _command(commands, "conform", does, epilog=_CONFORMS)
+    p.add_argument("function", metavar="FUNCTION", nargs="?", help="FILE.py:NAME or MODULE:NAME")
+    p.add_argument("--format", required=True, metavar="NAME", help="name or spec of the format")
+    p.add_argument("--rounding", default="nearest", metavar="MODE",
+                   help="what it promises: nearest, toward_zero, up, down, away, stochastic; "
+                        "for scales up, floor, ceil, even (default: nearest)")
+    p.add_argument("--overflow", default="saturate", metavar="POLICY",
+                   help="what it promises: saturate, or special (default: saturate)")
+    p.add_argument("--signature", default="x", metavar="TEXT",
+                   help="what it takes: x; x, scale; x, scale -> q * scale; x, seed; amax "
+                        "(default: x)")
+    p.add_argument("--codes", action="store_true", help="it returns codes, not values")
+    p.add_argument("--numpy", action="store_true", help="it takes numpy arrays, not torch tensors")
+    p.add_argument("--binary", metavar="CMD",
+                   help="judge this program: float32 numbers, little-endian, on its standard "
+                        "input; one byte for each on its standard output")
+    p.add_argument("--all", action="store_true",
+                   help="all 2^32 float32 numbers, too; a killed run goes on")
+    p.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    p.add_argument("--html", metavar="FILE", help="write the verdict as a page")
+
 # %% ../nbs/cli.ipynb #56f2fae8
 def _add_replay(commands: Any) -> None:
     "The parser of `replay`."
@@ -316,7 +387,7 @@ def _add_search(commands: Any) -> None:
 
 # %% ../nbs/cli.ipynb #a15f66cc
 def _add_watch(commands: Any) -> None:
-    "The parsers of `watch` and `autopsy`."
+    "The parsers of `watch`, `autopsy` and `what-if`."
     does = "follow a run, or a sweep's ledger, in the terminal, or all runs of a folder on a page"
     p = _command(commands, "watch", does)
     p.add_argument("run", metavar="RUN",
@@ -328,10 +399,20 @@ def _add_watch(commands: Any) -> None:
     does = ("say what went wrong in a run: what left its range first, where, "
             "and how long before the loss showed it")
     p = _command(commands, "autopsy", does)
-    p.add_argument("run", metavar="RUN", help="a run's folder")
+    p.add_argument("run", metavar="RUN",
+                   help="a run's folder, or one that altgrad.record wrote in another loop")
     p.add_argument("--against", metavar="RUN",
                    help="a healthy run (default: the bfloat16 run beside it with the same text "
                         "and steps)")
+    does = "round the step that altgrad.record(..., dump=True) wrote, and say what layers lose"
+    p = _command(commands, "what-if", does)
+    p.add_argument("folder", metavar="FOLDER", help="that altgrad.record wrote")
+    p.add_argument("--format", required=True, metavar="NAME", help="a format's name or spec")
+    p.add_argument("--block", default="tensor", metavar="N",
+                   help="who shares a scale: a block's length, tensor or channel "
+                        "(default: tensor)")
+    p.add_argument("--rounding", default="nearest",
+                   help="nearest, stochastic or another one of fake_quantize (default: nearest)")
 
 # %% ../nbs/cli.ipynb #c11a0001
 def _add_readers(commands: Any) -> None:
@@ -390,6 +471,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_training(commands)
     _add_sweep(commands)
     _add_bench(commands)
+    _add_vectors(commands)
+    _add_doctor(commands)
+    _add_convert(commands)
+    _add_conform(commands)
     _add_replay(commands)
     _add_search(commands)
     _add_watch(commands)
@@ -680,6 +765,136 @@ def _bench(args: argparse.Namespace) -> int:
     if args.json: print(json.dumps(cards, indent=1))
     return 0
 
+# %% ../nbs/cli.ipynb #76a4f439
+def _vectors(args: argparse.Namespace) -> int:
+    "`altgrad vectors`"
+    from altgrad.basics import tell
+    from altgrad.numbers.vectors import checksums, write_vectors
+
+    folder = write_vectors(args.out)
+    for name, checksum in checksums(folder).items(): print(f"{checksum}  {name}")
+    tell(f"folder: {folder}")
+    return 0
+
+# %% ../nbs/cli.ipynb #89e4d1d3
+def _doctor(args: argparse.Namespace) -> int:
+    "`altgrad doctor`; 1 where a number is wrong."
+    from altgrad.views.doctor import examine
+
+    found = examine(test=not args.no_test)
+    print(json.dumps(found.to_dict(), indent=1) if args.json else found)
+    return 0 if found.healthy else 1
+
+# %% ../nbs/cli.ipynb #1f23532c
+def _convert(args: argparse.Namespace) -> int:
+    "`altgrad convert RUN --to LAYOUT`"
+    from altgrad.basics import tell, unknown
+    from altgrad.geometry.layouts import LAYOUTS, export_weights
+    from altgrad.training.trainer import trained_model
+
+    if args.to not in LAYOUTS: raise unknown("layout", args.to, LAYOUTS)
+    folder = args.out or os.path.join(args.run, args.to)
+    export_weights(trained_model(args.run), folder, args.to)
+    tell(f"folder: {folder}")
+    return 0
+
+# %% ../nbs/cli.ipynb #3e8c1d6d
+def _conform(args: argparse.Namespace) -> int:
+    "`altgrad conform FUNCTION`"
+    from altgrad.basics import InputError, WriteError, write_atomic
+    from altgrad.numbers.referee import judge_apart, render_verdict
+
+    if args.html and not Path(args.html).absolute().parent.is_dir():
+        raise InputError(f"cannot write {args.html}: its folder does not exist")
+    if args.html and Path(args.html).is_dir():
+        raise InputError(f"cannot write {args.html}: it is a folder")
+    try:
+        load, asks = _judged(args)
+        with _progress(args) as beat: verdict = judge_apart(load, beat=beat, **asks)
+        print(json.dumps(verdict.to_dict(), indent=1) if args.json else verdict)
+        if args.html: write_atomic(args.html, render_verdict(verdict))
+    except WriteError as e: raise InputError(e) from None  # 1 says that it does not conform
+    return 0 if verdict.conforms else 1
+
+# %% ../nbs/cli.ipynb #24d59223
+def _judged(args: argparse.Namespace) -> tuple[Callable, dict[str, Any]]:
+    "How the function is loaded, and what else `judge` is told."
+    from functools import partial
+
+    from altgrad.basics import InputError
+    from altgrad.geometry.outside import use_function
+    from altgrad.numbers.formats import get_format
+    from altgrad.numbers.referee import Program
+
+    if (args.function is None) == (args.binary is None):
+        raise InputError("name one of the two: FUNCTION, or --binary CMD")
+    if args.binary and args.signature != "x":
+        raise InputError("a program of --binary takes numbers alone; allowed --signature: x")
+    fmt = get_format(args.format)
+    load: Callable = partial(use_function, args.function)
+    if args.binary: load = partial(Program, args.binary, fmt)
+    asks = dict(format=fmt, rounding=args.rounding, overflow=args.overflow,
+                signature=args.signature, codes=args.codes or bool(args.binary),
+                arrays="numpy" if args.numpy or args.binary else "torch",
+                name=args.binary or args.function)
+    return load, asks | {"everything": _state_file(args, asks) if args.all else None}
+
+# %% ../nbs/cli.ipynb #f8e8d913
+def _state_file(args: argparse.Namespace, asks: dict[str, Any]) -> Path:
+    "Where a sweep over all numbers keeps how far it has come; another function has another one."
+    import hashlib
+
+    from altgrad.basics import InputError, make_folder
+
+    sha = hashlib.sha256(repr(sorted((k, str(v)) for k, v in asks.items())).encode())
+    for path in _files_of(args):
+        try: sha.update(hashlib.sha256(path.read_bytes()).digest())
+        except OSError as e: raise InputError(f"cannot read {path}: {e.strerror}") from None
+    make_folder("runs/conform")
+    return Path("runs/conform") / f"{sha.hexdigest()[:12]}.json"
+
+def _files_of(args: argparse.Namespace) -> list[Path]:
+    "The files that the words of a command, or the name of a function, name."
+    import shlex
+    import shutil
+
+    from altgrad.basics import InputError
+
+    if args.binary:
+        try: words = shlex.split(args.binary)
+        except ValueError as e: raise InputError(f"cannot run {args.binary}: {e}") from None
+        words += [shutil.which(words[0]) or ""] if words else []
+    else:
+        place = args.function.partition(":")[0]
+        words = [place, _origin(place)]
+    return [path for path in map(Path, words) if path.is_file()]
+
+def _origin(module: str) -> str:
+    "The file of a module, which is not imported for that; nothing where it has none."
+    from importlib.machinery import PathFinder
+
+    found, places = "", None
+    parts = module.split(".")
+    for i in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: i + 1]), places)
+        if spec is None: return ""
+        found, places = spec.origin or "", spec.submodule_search_locations
+    return found
+
+# %% ../nbs/cli.ipynb #da73994e
+@contextmanager
+def _progress(args: argparse.Namespace) -> Iterator[Callable[[float], None]]:
+    "A call that moves a bar on the error stream, where all numbers are asked for."
+    if not args.all or args.json:
+        yield lambda share: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("all float32 numbers", total=1.0)
+        yield lambda share: bar.update(task, completed=share)
+
 # %% ../nbs/cli.ipynb #803199dc
 def _replay(args: argparse.Namespace) -> int:
     "`altgrad replay ROW`"
@@ -721,13 +936,42 @@ def _autopsy(args: argparse.Namespace) -> int:
     "`altgrad autopsy RUN`"
     import matplotlib
 
+    from altgrad.watching.recording import is_recording
+
     matplotlib.use("Agg")
+    if is_recording(args.run): return _autopsy_recording(args)
     from altgrad.views.autopsy import autopsy, plot_autopsy
     from altgrad.views.report import save_figure
 
     found, figure = autopsy(args.run, args.against), Path(args.run) / "autopsy.png"
     save_figure(plot_autopsy(found), figure)
     print(f"{found}\nfigure: {figure}")
+    return 0
+
+# %% ../nbs/cli.ipynb #2a516eaa
+def _autopsy_recording(args: argparse.Namespace) -> int:
+    "The same for a folder that `altgrad.record` wrote."
+    from altgrad.basics import InputError
+    from altgrad.views.report import save_figure
+    from altgrad.watching.cause import report
+    from altgrad.watching.recording import plot_recording, read_recording
+
+    if args.against: raise InputError("a recording is not compared with a run: leave --against out")
+    r, figure = read_recording(args.run), Path(args.run) / "autopsy.png"
+    print(report(r))
+    if not r.layers: return 0
+    save_figure(plot_recording(r), figure)
+    print(f"figure: {figure}")
+    return 0
+
+# %% ../nbs/cli.ipynb #1a6a9755
+def _what_if(args: argparse.Namespace) -> int:
+    "`altgrad what-if FOLDER`"
+    from altgrad.numbers.scaling import read_granularity
+    from altgrad.watching.what_if import what_if, what_if_table
+
+    shared = read_granularity(args.block)
+    print(what_if_table(what_if(args.folder, args.format, shared, args.rounding)))
     return 0
 
 # %% ../nbs/cli.ipynb #94a91a36
@@ -831,9 +1075,9 @@ def _refuse_empty(args: argparse.Namespace) -> None:
 # %% ../nbs/cli.ipynb #7f8fdd19
 _COMMANDS = {
     "train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "bench": _bench,
-    "replay": _replay,
-    "max-lr": _max_lr, "watch": _watch, "autopsy": _autopsy, "explore": _explore,
-    "workspace": _workspace,
+    "vectors": _vectors, "doctor": _doctor, "convert": _convert, "conform": _conform,
+    "replay": _replay, "max-lr": _max_lr, "watch": _watch, "autopsy": _autopsy,
+    "what-if": _what_if, "explore": _explore, "workspace": _workspace,
 }
 
 # %% ../nbs/cli.ipynb #853716af

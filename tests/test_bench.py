@@ -4,8 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import tarfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,45 +12,18 @@ from scipy.stats import ttest_rel
 
 from altgrad.cli import main
 from altgrad.evidence import bench as module
-from altgrad.evidence.bench import PROTOCOLS, ROLES, Protocol, Verdict, decide
-from altgrad.evidence.instrument import Bench, build_checkpoint
+from altgrad.evidence.bench import PROTOCOLS, ROLES, Verdict, decide
 from altgrad.evidence.sweep import Ledger, replay
 from altgrad.geometry.catalogue import RULES
 from altgrad.geometry.storage import STORAGES
-from tiny import TASK, TEXT
+from tiny import CONFIRM, MOST, POINTS, RULE, SIGN, TUNE, small_protocol
 from wait import has_content, until
-
-SMALL = Protocol(
-    "bench-1", ("tiny-0", "tiny-1"), ("tiny-2", "tiny-3", "tiny-4"), "tiny", 3, 5, task=TASK,
-    compiled=False,
-)
-RULE = """
-import torch
-
-class Mine(torch.optim.Optimizer):
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, dict(lr=lr))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]: p.sub_(group["lr"] * {step})
-"""
-SIGN = RULE.replace("{step}", "p.grad.sign()")
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     "A small protocol with its text and its checkpoints."
-    folder = tmp_path_factory.mktemp("bench")
-    (folder / "text.txt").write_text(TEXT)
-    (folder / "texts").mkdir()
-    with tarfile.open(folder / "texts/tiny.tar.xz", "w:xz") as tar:
-        tar.add(folder / "text.txt", "text.txt")
-    ready = Bench(folder / "checkpoints", {"tiny": f"path:{folder / 'text.txt'}"}, TASK,
-                  folder / "cache")
-    for name in (*SMALL.tune, *SMALL.confirm): build_checkpoint(ready, name)
-    return replace(SMALL, folder=folder)
+    return small_protocol(tmp_path_factory.mktemp("bench"))
 
 
 @pytest.fixture
@@ -97,7 +68,7 @@ def test_a_file_and_one_command_give_a_verdict(small, here, capsys):
     assert found["sources"] == {found["rule"]: SIGN}
     assert (here / "out/mine.py_Mine_grid_stochastic_E4M3/card.png").stat().st_size > 1000
     row = rows[found["rows"]["rule"][0]]
-    assert row["checkpoint"] in SMALL.confirm and row["split"] == "confirm"
+    assert row["checkpoint"] in CONFIRM and row["split"] == "confirm"
     (here / "mine.py").unlink()
     assert replay(row, small.bench())[0]
 
@@ -110,8 +81,8 @@ def test_all_arms_have_the_same_budget_and_are_tuned_by_the_uncapped_loss(here):
         rule = "adamw" if role == "master" else found["rule"]
         mine = [r for r in rows if (r["rule"], r["storage"]) == (rule, storage)]
         rates = {r["lr"] for r in mine}
-        assert SMALL.points <= len(rates) <= SMALL.most
-        assert {r["checkpoint"] for r in mine} == set(SMALL.tune)
+        assert POINTS <= len(rates) <= MOST
+        assert {r["checkpoint"] for r in mine} == set(TUNE)
         mean = {lr: np.mean([r["raw_loss"] for r in mine if r["lr"] == lr]) for lr in rates}
         assert found["rates"][role] == min(mean, key=mean.__getitem__)
 

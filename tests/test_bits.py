@@ -1,18 +1,15 @@
 """The predictions of loss against bits, on losses whose outcome is known; its frontier, by comparing
 all pairs; its rows, by arm."""
-import importlib.util
 import random
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
-from altgrad.evidence.bench import PROTOCOLS
+from altgrad.evidence.bench import PROTOCOLS, bits_a_weight
 
-PLACE = Path(__file__).resolve().parent.parent / "nbs/studies/experiments/loss_against_bits.py"
-SPEC = importlib.util.spec_from_file_location("loss_against_bits", PLACE)
-bits = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(bits)
+from tiny import load_experiment
+
+bits = load_experiment("loss_against_bits")
 CONFIRM = PROTOCOLS["bench-1"].confirm
 WIGGLE = [0.001 * (-1) ** k for k in range(len(CONFIRM))]  # checkpoints differ by less than the margin
 
@@ -35,8 +32,8 @@ AS_EXPECTED = dict(stochastic=0.05, ECO=0.03, residual_2=0.02)
     ("the frontier of weights", {"Lion": -0.02}, "refuted"),
     ("the frontier of weights", {"residual_4": 0.0100}, "not decided"),
     ("twelve bits, two ways", {}, "holds"),
-    ("twelve bits, two ways", {"12-bit_float": 0.02}, "refuted"),
-    ("twelve bits, two ways", {"12-bit_float": -0.02}, "refuted"),
+    ("twelve bits, two ways", {"wider_float": 0.02}, "refuted"),
+    ("twelve bits, two ways", {"wider_float": -0.02}, "refuted"),
     ("sixteen bits and more tie", {}, "holds"),
     ("sixteen bits and more tie", {"bf16_Kahan": 0.02}, "refuted"),
     ("ECO lies between", AS_EXPECTED, "holds"),
@@ -47,12 +44,42 @@ AS_EXPECTED = dict(stochastic=0.05, ECO=0.03, residual_2=0.02)
     ("moments in eight bits", {"master,_8-bit_moments": 0.02}, "refuted"),
     ("geometry", {}, "holds"),
     ("geometry", {"S^1": -0.02}, "refuted"),
+    ("Muon's lead", {"Muon,_master": -0.05, "Muon,_residual_4": -0.05}, "holds"),
+    ("Muon's lead", {"Muon,_master": -0.02}, "refuted"),
+    ("Muon's lead", {"Muon,_master": -0.05, "Muon,_residual_4": -0.02}, "refuted"),
     ("noise alone", {}, "no occasion"),
     ("noise alone", {"residual_4": -0.01}, "refuted"),
     ("noise alone", {"residual_4": -0.01, "master,_noise": -0.01}, "holds"),
 ])
 def test_a_prediction_comes_out_as_its_words_say(claim, ends, verdict):
     assert bits.PREDICTIONS[claim](panel(**ends), "E4M3") == verdict
+
+
+@pytest.mark.parametrize("fmt, cost, verdict", [
+    ("MXFP4", 0.1, "holds"), ("NVFP4", 0.05, "refuted"), ("MXFP4", 0.06, "not decided"),
+    ("E4M3", 0.1, "no occasion"),
+])
+def test_what_four_bits_cost(fmt, cost, verdict):
+    losses = panel(stochastic=cost)
+    losses["stochastic"].reverse()  # so that checkpoints differ
+    assert bits.four_bits(losses, fmt) == verdict
+
+
+@pytest.mark.parametrize("mx, nv, verdict", [
+    (0.1, 0.05, "holds"), (0.05, 0.1, "refuted"), (0.05, 0.05, "not decided"),
+])
+def test_finer_scales(mx, nv, verdict):
+    nv = {name: ends[::-1] for name, ends in panel(stochastic=nv).items()}
+    assert bits.finer_scales(panel(stochastic=mx), nv) == verdict
+
+
+@pytest.mark.parametrize("name", bits.PANELS)
+def test_bits_of_the_weight_are_those_in_memory(name):
+    bench, moments = PROTOCOLS["bench-1"].bench(), {"adamw": 64, "sgd": 32, "eco": 64}
+    for method, arm in bits.arms(name).items():
+        if arm.rule not in moments or arm.moments != "float32": continue
+        measured = bits_a_weight(arm, bench) - moments[arm.rule]
+        assert measured == bits.weight_bits(method, name), method
 
 
 @pytest.mark.parametrize("gain, verdict", [(0.03, "holds"), (0.0, "refuted")])
@@ -70,15 +97,17 @@ def test_the_frontier_is_what_no_other_dominates():
         assert kept == alone
 
 
-def test_rows_are_found_by_their_arms():
+@pytest.mark.parametrize("name", ["E5M2", "MXFP4"])
+def test_rows_are_found_by_their_arms(name):
+    other = {"E5M2": "E4M3", "MXFP4": "NVFP4"}[name]
     rows = [
         {**asdict(replace(arm, checkpoint=c, corpus="eurlex", split="confirm", lr=0.1)),
          "stage": "confirm", "val_loss": float(CONFIRM.index(c))}
-        for arm in bits.arms("E5M2").values() for c in CONFIRM
+        for arm in bits.arms(name).values() for c in CONFIRM
     ]
     random.Random(0).shuffle(rows)
-    found = bits.losses_of(rows, "E5M2")
-    assert set(found) == set(bits.METHODS) and bits.losses_of(rows, "E4M3") == {}
+    found = bits.losses_of(rows, name)
+    assert set(found) == set(bits.METHODS) and bits.losses_of(rows, other) == {}
     assert all(ends == [float(k) for k in range(len(CONFIRM))] for ends in found.values())
     short = [row for row in rows if row["checkpoint"] != CONFIRM[3]]
-    assert bits.losses_of(short, "E5M2") == {}
+    assert bits.losses_of(short, name) == {}

@@ -201,7 +201,7 @@ def test_what_cannot_be_kept_so_is_one_clear_line():
         wide = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.float64))
         wide.grad = wide.detach().clone()
         with_moments(torch.optim.AdamW, "coat8")([wide]).step()
-    with pytest.raises(InputError, match="replicas keep moments in float32"):
+    with pytest.raises(InputError, match="moments coat8 of an arm is not for replicas: leave it at float32"):
         kind_of(Arm(rule="adamw", moments="coat8"))
     with pytest.raises(InputError, match="unknown moments 'int8'"): make_config({"moments": "int8"})
     with pytest.raises(InputError, match="has no moments to keep"):

@@ -155,7 +155,7 @@ def test_every_import_is_a_requirement_or_an_extra():
     allowed = {"altgrad"}
     for key in (
         "requirements", "ray_requirements", "workspace_requirements", "integrations_requirements",
-        "explore_requirements",
+        "explore_requirements", "triton_requirements",
     ):
         names = [
             re.match(r"[\w-]+", word)[0].lower().replace("-", "_") for word in FACTS[key].split()

@@ -368,3 +368,16 @@ def test_auto_compiles_for_large_tensors_after_many(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert rounded([1.07], "E4M3") == [1.125]
+
+
+@pytest.mark.parametrize("overflow", ["saturate", "special"])
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "float8_e4m3fnuz", "float8_e3m4"])
+def test_a_histogram_counts_the_codes_of_the_result(name, overflow, path):
+    "Whatever an input was: what became NaN has NaN's code, and not that of zero."
+    fmt, g = FORMATS[name], torch.Generator().manual_seed(0)
+    x = torch.randn(4096, generator=g) * torch.logspace(-12, 12, 4096, 2.0)
+    x[:3] = torch.tensor([math.nan, math.inf, -math.inf])
+    y, found = quantize_stats(x, fmt, overflow=overflow)
+    assert torch.allclose(y, fake_quantize(x, fmt, overflow=overflow), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.histogram, torch.bincount(fmt.to_bits(y).long(), minlength=256))
+    assert found.nan == 1 and found.inf == 2

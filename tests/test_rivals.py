@@ -71,8 +71,18 @@ def test_split_weights_are_those_of_flashoptim_to_the_last_bit(flash, bits):
     assert ours.float().abs().max() == kind.levels and len(ours.unique()) > 2**bits / 3
 
 
-def test_stochastic_rounding_to_bfloat16_is_that_of_torchao():
-    theirs = pytest.importorskip("torchao.optim.quant_utils")._fp32_to_bf16_sr
+def of_torchao():
+    return pytest.importorskip("torchao.optim.quant_utils")._fp32_to_bf16_sr
+
+
+def of_heavyball():
+    round_into = pytest.importorskip("heavyball.utils").stochastic_round_
+    return lambda x: round_into(torch.empty_like(x, dtype=torch.bfloat16), x)
+
+
+@pytest.mark.parametrize("of", [of_torchao, of_heavyball])
+def test_stochastic_rounding_to_bfloat16_is_theirs(of):
+    theirs = of()
     torch.manual_seed(2)
     x, fmt, n = torch.randn(500), get_format("bfloat16"), 1024
     low, high = (fake_quantize(x, fmt, rounding=r) for r in ("down", "up"))
@@ -82,6 +92,6 @@ def test_stochastic_rounding_to_bfloat16_is_that_of_torchao():
         drawn = torch.stack([kind.round(x, fmt, key), theirs(x).float()])
         assert ((drawn == low) | (drawn == high)).all()
         up += drawn == high
-    # five standard errors, and 2^-16 for bits that torchao does not draw
+    # five standard errors, and 2^-16 for bits that they do not draw
     allowed = 5 * (chance * (1 - chance) / n).sqrt() + 2.0**-16
     assert ((up / n - chance).abs() <= allowed).all()

@@ -7,16 +7,15 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from altgrad.basics import InputError
 from altgrad.evidence.bench import bits_a_weight
 from altgrad.evidence.instrument import (
-    Arm, Bench, Task, Weights, build_checkpoint, run_arm, state_hash,
+    Arm, Bench, Weights, build_checkpoint, run_arm, state_hash,
 )
 from altgrad.geometry.catalogue import RULES
 from altgrad.geometry.storage import make_grid_tensor, plain_state
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.training.config import make_config
 from altgrad.training.trainer import NonfiniteGuard, Trainer
-from tiny import TEXT
+from tiny import TASK, TEXT
 
-TASK = Task(steps=12, batch_size=4, warmup=2, chunks=4, windows=2, every=4)
 BITS = {"lion": 32, "sgd": 32, "eco": 64, "averaged_adamw": 96}  # of optimizer state, a weight
 
 

@@ -34,7 +34,7 @@ from ..geometry.storage import STORAGES, GridTensor, make_grid_tensor, write
 from ..training.experiment import Interval, interval
 from ..training.tracking import git_commit, machine, versions
 from .instrument import Arm, Bench, Task, Weights, make_rule
-from .study import arm_of
+from .study import cell_of
 from .sweep import Loss, Matrix, Sweep, Tuning, beside
 
 # %% ../../nbs/evidence/06_bench.ipynb #52127759
@@ -304,10 +304,8 @@ def compared(
 # %% ../../nbs/evidence/06_bench.ipynb #8e41b9f6
 def _seconds(trial: Trial) -> float:
     "Return the time of a trial's runs, were they made one after another."
-    cells, of = set(trial.arms.values()), trial.arms["rule"]
-    once: dict[str, Any] = {"lr": of.lr, "seed": of.seed, "split": of.split, "checkpoint": of.checkpoint}
-    rows = trial.rows.values()
-    return sum(row["seconds"] for row in rows if replace(arm_of(row), **once) in cells)
+    cells, rows = set(trial.arms.values()), trial.rows.values()
+    return sum(row["seconds"] for row in rows if cell_of(row, trial.arms["rule"]) in cells)
 
 def _times(trial: Trial, roles: tuple[str, ...], compiled: bool) -> dict[str, float | None]:
     "Return the time of a step by role, in ms."

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['RECIPES', 'SPLITS', 'MOST_POWER', 'VERSION', 'MODULES', 'LATER', 'Recipe', 'recipe_of', 'blank_model', 'ramp',
            'pretrain', 'state_hash', 'Task', 'validation_pieces', 'piece_losses', 'Arm', 'make_rule', 'Bench',
-           'build_checkpoint', 'code_hash', 'code_here', 'arm_facts', 'arm_values', 'identity', 'run_id',
-           'row_identity', 'Weights', 'explain_step', 'explain_end', 'run_arm', 'Outcome', 'make_row', 'frozen_loss']
+           'build_checkpoint', 'code_hash', 'code_here', 'unusual', 'refuse_unusual', 'arm_facts', 'arm_values',
+           'identity', 'run_id', 'row_identity', 'Weights', 'explain_step', 'explain_end', 'run_arm', 'Outcome',
+           'make_row', 'frozen_loss']
 
 # %% ../../nbs/evidence/00_instrument.ipynb #ad383661
 import ast
@@ -32,16 +33,18 @@ from torch import Tensor, nn
 # %% ../../nbs/evidence/00_instrument.ipynb #a776ce2a
 from ..geometry import optim
 from ..basics import InputError, is_number, unknown, write_atomic
-from ..numbers.formats import get_format, ulp
+from ..numbers.formats import get_format, signed_format, ulp
 from ..numbers.quantize import fake_quantize
-from ..numbers.scaling import compute_scale
+from ..numbers.scaling import read_granularity, scale_of
 from ..geometry.catalogue import RULES, RuleSettings, build_rule
 from ..geometry.optim import PLACEMENTS
 from ..geometry.outside import is_full, sources_of, use_rule, use_storage
 from ..geometry.keeping import pack
 from ..geometry.rivals.moments import MOMENTS
+from ..geometry.spacing import formula_numbers
 from ..geometry.storage import get_storage, make_grid_tensor
 from ..model.gpt import GPT, GPTConfig, loss_of
+from ..model.points import LayerPrecisionRule, Precision, PrecisionConfig, read_precision
 from ..model.surgery import quantize_model
 from ..training.data import Corpus, get_batch, load_corpus, validation_windows
 
@@ -221,6 +224,12 @@ class Arm:
     checkpoint: str = "stdlib-0.1m-0"  # what it starts from
     corpus: str = "eurlex"  # label of the text it is trained on
     moments: str = "float32"  # one of `MOMENTS`: how the rule keeps them between two steps
+    granularity: str = "tensor"  # what shares a scale: tensor, channel (a row), nvfp4, or a block's length
+    formula: str = "ulp"  # of the stiffness: one of `FORMULAS` (rules that read it)
+    weight_decay: float = 0.0  # decoupled, in units of the rate (rules that read it)
+    reset_every: int = 0  # updates after which the rule's moments begin anew; 0: never
+    inputs: str = ""  # the point of the linear layers' inputs, see `read_precision`; empty: high precision
+    gradients: str = ""  # the same of the gradients of their outputs
 
     def __post_init__(self): _check_arm(self)
 
@@ -232,8 +241,9 @@ def _check_arm(a: Arm) -> None:
         if f.type in (float, "float"): object.__setattr__(a, f.name, _number(f.name, value))
         if f.type in (str, "str") and not isinstance(value, str):
             raise InputError(f"{f.name} must be text, not {value!r}")
-    if get_format(a.format).bits != 8:
-        raise InputError(f"an arm's format has 8 bits, not {a.format}")
+    if signed_format(a.format).bits not in (4, 6, 8):
+        raise InputError(f"an arm's format has 4, 6 or 8 bits, not {a.format}")
+    read_granularity(a.granularity)
     for key, use in (("rule", use_rule), ("storage", use_storage)):
         if not is_full(getattr(a, key)): object.__setattr__(a, key, use(getattr(a, key)))
     for key, allowed in (("placement", PLACEMENTS), ("split", SPLITS), ("moments", MOMENTS)):
@@ -245,13 +255,37 @@ def _check_arm(a: Arm) -> None:
         raise InputError(
             f"power must be a number from -{MOST_POWER} to {MOST_POWER}, not {a.power:g}"
         )
-    for key, usual in (("power", 0.0), ("placement", "update")):
+    for key in ("power", "placement", "formula", "weight_decay"):
+        usual = Arm.__dataclass_fields__[key].default
         if a.rule not in RULES: break  # a row's, of code that this process does not have
         if getattr(a, key) != usual and key not in RULES[a.rule].reads.split():
             raise InputError(f"{a.rule} has no {key}")
+    _check_geometry(a)
+    _check_later(a)
     recipe_of(a.checkpoint)
 
 # %% ../../nbs/evidence/00_instrument.ipynb #42ffab13
+def _check_geometry(a: Arm) -> None:
+    "InputError for a rule that would take the grid of a tensor for that of its blocks."
+    if a.rule not in RULES or a.granularity == "tensor": return
+    reads, storage = RULES[a.rule].reads.split(), get_storage(a.storage)
+    bends = "floor_octaves" in reads and (a.power != 0 or "power" not in reads)
+    if bends and (not storage.on_grid or storage.fmt):
+        raise InputError(
+            f"{a.rule} takes the scales of blocks from weights that are stored under them, not from "
+            f"{a.storage}: granularity must be tensor"
+        )
+
+def _check_later(a: Arm) -> None:
+    "InputError for a formula that the format cannot have, a bad reset or a bad point."
+    formula_numbers(get_format(a.format), a.formula)
+    if a.weight_decay < 0: raise InputError("weight_decay must be at least 0")
+    if type(a.reset_every) is not int or not 0 <= a.reset_every < 2**31:
+        raise InputError(f"reset_every must be a whole number from 0, not {a.reset_every!r}")
+    if a.reset_every and a.rule in RULES and RULES[a.rule].averages:
+        raise InputError(f"{a.rule} keeps its averages in what reset_every would clear")
+    for text in filter(None, (a.inputs, a.gradients)): read_precision(text)
+
 def _number(key: str, value: Any) -> float:
     if (
         not isinstance(value, bool)
@@ -262,15 +296,17 @@ def _number(key: str, value: Any) -> float:
     raise InputError(f"{key} must be a finite number, not {value!r}")
 
 # %% ../../nbs/evidence/00_instrument.ipynb #9c8afdba
-_TOLD = ("lr", "power", "placement", "floor_octaves", "seed", "storage", "moments")
+_TOLD = (
+    "lr", "power", "placement", "floor_octaves", "seed", "storage", "moments", "formula",
+    "weight_decay",
+)
 
 def make_rule(
     arm: Arm,
     parameters: list[nn.Parameter],
     task: Task,
 ) -> torch.optim.Optimizer:
-    """The arm's update rule over these parameters:
-    no weight decay, one pair of betas, one floor for all."""
+    "The arm's update rule over these parameters: one pair of betas, one floor for all."
     arms = {key: getattr(arm, key) for key in _TOLD}
     settings = RuleSettings(
         fmt=arm.format,
@@ -367,7 +403,7 @@ def build_checkpoint(
 # %% ../../nbs/evidence/00_instrument.ipynb #595ac38f
 VERSION = 1  # of the instrument: raised where a change alters the results of every run
 MODULES = (  # those that a run's numbers pass through
-    "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/scaling",
+    "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/scaling", "numbers/blocks",
     "geometry/spacing", "geometry/keeping", "geometry/rivals/kahan", "geometry/rivals/split",
     "geometry/rivals/wide", "geometry/storage", "geometry/optim", "geometry/rivals/lion",
     "geometry/rivals/eco", "geometry/rivals/average", "geometry/rivals/moments",
@@ -417,7 +453,26 @@ def code_here() -> str:  # 16 hex digits
                      for name in MODULES)
 
 # %% ../../nbs/evidence/00_instrument.ipynb #a1f00d02
-LATER = {"moments": "float32"}  # fields that came later, and what earlier rows had
+# fields that came later, and what earlier rows had
+LATER = {
+    "moments": "float32", "granularity": "tensor", "formula": "ulp", "weight_decay": 0.0,
+    "reset_every": 0, "inputs": "", "gradients": "",
+}
+
+def unusual(
+    facts: Mapping[str, Any],  # of an arm, or of a row
+) -> dict[str, Any]:
+    "Return the later fields that are not what earlier rows had."
+    return {key: facts[key] for key, had in LATER.items() if facts.get(key) not in (None, had)}
+
+def refuse_unusual(
+    arm: Arm,
+    who: str,  # takes only arms without later fields
+) -> None:
+    "InputError for an arm that says more than arms said at first."
+    for key, value in unusual(asdict(arm)).items():
+        raise InputError(f"{key} {value} of an arm is not for {who}: "
+                         f"leave it at {LATER[key] if LATER[key] != '' else 'nothing'}")
 
 def arm_facts(
     arm: Arm,
@@ -471,15 +526,23 @@ class Weights:
             if isinstance(m, nn.Linear) and name != "lm_head"
         ]
         storage, self.fmt = get_storage(arm.storage), get_format(arm.format)
+        self.granularity = read_granularity(arm.granularity)
         self.on_grid = storage.on_grid
         self.stored_fmt = get_format(storage.fmt or arm.format)
-        if storage.rounded_in_use: quantize_model(model, arm.format)
+        points: dict[str, Any] = {"activation": arm.inputs or None, "gradient": arm.gradients or None}
+        if storage.rounded_in_use:
+            points["weight"] = Precision(arm.format, granularity=self.granularity)
+        if any(points.values()):
+            default = LayerPrecisionRule("*", **points)
+            quantize_model(model, config=PrecisionConfig(default=default), seed=arm.seed)
         chosen = {id(p) for p in self.used}
         for p in model.parameters(): p.requires_grad_(id(p) in chosen)
         self.stored: list[Any] = self.used  # parameters; on a grid their data are `GridTensor`s
         if self.on_grid:
             grids = [
-                make_grid_tensor(p, arm.format, arm.storage, arm.seed, number)
+                make_grid_tensor(
+                    p, arm.format, arm.storage, arm.seed, number, self.granularity
+                )
                 for number, p in enumerate(self.used)
             ]
             self.stored = [nn.Parameter(grid) for grid in grids]
@@ -514,7 +577,7 @@ class Weights:
         return self._fresh_scales()
 
     def _fresh_scales(self) -> list[Tensor]:
-        return [compute_scale(p.detach().abs().amax(), self.fmt) for p in self.used]
+        return [scale_of(p, self.fmt, self.granularity) for p in self.used]
 
 # %% ../../nbs/evidence/00_instrument.ipynb #eb75c4ac
 @contextmanager
@@ -567,7 +630,7 @@ def _watched_update(weights: Weights, rule: torch.optim.Optimizer) -> dict[str, 
         old, new, weights.used, stored, weights.stored_scales()
     ):
         flat = before.flatten(), proposed.flatten(), kept.detach().flatten()
-        found = explain_step(*flat, scale, weights.stored_fmt, was.flatten())
+        found = explain_step(*flat, scale.flatten(), weights.stored_fmt, was.flatten())
         rows.append({key: v.item() for key, v in found.items()})
     return _weighted(rows, [p.numel() for p in old])
 
@@ -595,7 +658,7 @@ def explain_end(
         rows.append({"codes": (share > 0).sum().item(),
                      "code_entropy": -(share * share.clamp(min=1e-30).log2()).sum().item(),
                      "zeros": (q == 0).float().mean().item(),
-                     "doublings": (scale / before).log2().item(),
+                     "doublings": (scale / before).log2().mean().item(),
                      "sign_changed": (p * first < 0).float().mean().item(),
                      "travel": ((p - first).square().mean() / first.square().mean()).sqrt().item()})
     return _weighted(rows, [p.numel() for p in start])
@@ -666,6 +729,7 @@ def _train(
     losses: list[float] = []
     course: list[dict[str, float]] = []
     for step in range(1, task.steps + 1):
+        if arm.reset_every and (step - 1) % arm.reset_every == 0: rule.state.clear()
         for group in rule.param_groups: group["lr"] = arm.lr * ramp(step, task.steps, task.warmup)
         for p in weights.used: p.grad = None
         loss = loss_of(model, *get_batch(corpus.train, task.batch_size, model.config.block_size,
@@ -683,7 +747,10 @@ def _validate(model: GPT, arm: Arm, bench: Bench) -> list[float]:
     "The losses of the pieces of the arm's split."
     x, y = validation_pieces(bench.corpus(arm.corpus).val, arm.split, model.config.block_size,
                              bench.task)
-    return piece_losses(model, x, y, bench.task.chunks)
+    model.eval()  # a point that remembers or draws stands still
+    losses = piece_losses(model, x, y, bench.task.chunks)
+    model.train()
+    return losses
 
 # %% ../../nbs/evidence/00_instrument.ipynb #b4086e92
 def frozen_loss(

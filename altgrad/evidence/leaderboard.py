@@ -27,11 +27,11 @@ from ..geometry.catalogue import RULES
 from ..geometry.outside import is_full, recall
 from ..geometry.storage import STORAGES
 from ..training.experiment import Interval
-from ..training.tracking import machine, versions
+from ..training.tracking import versions
 from .bench import (CONFIRM_SEED, PROTOCOLS, ROLES, Protocol, Verdict, arms_of,
                                     bits_a_weight, compared, roles_of, shown_name)
 from .instrument import Arm, identity, run_arm, run_id
-from .sweep import TOLERANCE
+from .sweep import agreement, same_cpu
 
 # %% ../../nbs/evidence/07_leaderboard.ipynb #999f156d
 CURRENT = "bench-1"  # the protocol of a new submission; rows of an older one stay, marked
@@ -270,22 +270,10 @@ def read_submissions(
 # %% ../../nbs/evidence/07_leaderboard.ipynb #0276408d
 def _elsewhere(card: Mapping[str, Any], code: str) -> list[str]:
     "What is different here from where a card was made, of what can change a loss."
-    here = machine()
-    cpu = any(here[key] != card["machine"][key] for key in ("system", "cpu", "capability"))
-    differs = {"CPU": cpu, "versions": versions() != card["versions"], "code": code != card["code"]}
+    # runs have one thread each, whatever their parent had
+    then = {key: value for key, value in card["machine"].items() if key != "threads"}
+    differs = {"CPU": not same_cpu(then), "versions": versions() != card["versions"], "code": code != card["code"]}
     return [name for name, other in differs.items() if other]
-
-def _agreement(
-    then: float,
-    now: float,
-    other: list[str],  # what is different here
-) -> tuple[bool, str]:
-    "Whether two losses of a run agree, and how to say so."
-    if now == then: return True, "agrees bit for bit"
-    if not other: return False, "differs, on the same kind of CPU with the same versions and code"
-    agrees = abs(now - then) <= TOLERANCE
-    said = "agrees within" if agrees else f"differs by {abs(now - then):.4f} nats, more than"
-    return agrees, f"{said} {TOLERANCE} nats (here: another {', another '.join(other)})"
 
 # %% ../../nbs/evidence/07_leaderboard.ipynb #d4b99937
 def _pick(card: Mapping[str, Any]) -> int:
@@ -324,7 +312,7 @@ def rerun(
     except Exception as e:
         return False, f"{what} fails here: {type(e).__name__}: {one_line(e)}"
     then, kept = card["losses"][role][k], card["bits"].get(role, bits)
-    agrees, said = _agreement(then, now, _elsewhere(card, bench.code))
+    agrees, said = agreement(abs(now - then), now == then, _elsewhere(card, bench.code))
     if bits != kept: agrees, said = False, f"{said}; a weight keeps {bits:g} bits, not {kept:g}"
     return agrees, f"{what}: loss {then:.6f} in the card, {now:.6f} here; {said}"
 

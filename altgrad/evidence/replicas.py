@@ -36,7 +36,7 @@ from ..model.gpt import GPT, loss_of
 from ..training.data import get_batch
 from ..training.tracking import machine, versions
 from .instrument import (Arm, Bench, Outcome, explain_end, explain_step, make_row,
-                                         make_rule, piece_losses, ramp, recipe_of,
+                                         make_rule, piece_losses, ramp, recipe_of, refuse_unusual,
                                          validation_pieces)
 
 # %% ../../nbs/evidence/04_replicas.ipynb #1eb8cf1a
@@ -118,8 +118,7 @@ def kind_of(arm: Arm) -> tuple:
     """Return what arms must share to be one batch: the way the rule moves, and the model's shape;
     InputError for an arm that cannot be stacked."""
     fmt, r = get_format(arm.format), recipe_of(arm.checkpoint)[0]
-    if arm.moments != "float32":
-        raise InputError(f"replicas keep moments in float32, not as {arm.moments}")
+    refuse_unusual(arm, "replicas")
     if not stacks(get_storage(arm.storage)):
         allowed = ", ".join(name for name, storage in STORAGES.items() if stacks(storage))
         raise InputError(f"replicas have no storage {arm.storage!r}; allowed: {allowed}")

@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterable, Mapping, NamedTuple
 
 from ..basics import COLORS, INK, InputError
 from ..numbers.formats import EIGHT_BIT
-from .instrument import Arm, Bench
+from .instrument import Arm, Bench, refuse_unusual
 from .sweep import Job, Matrix, Plan, Sweep
 
 # %% ../../nbs/evidence/03_stability.ipynb #3d427230
@@ -77,8 +77,7 @@ class StabilitySearch(Sweep):
         cells = tuple((replace(arm, lr=0.0), arm.lr) for arm in arms)
         if any(not 0 < guess <= 1e100 for _, guess in cells):
             raise InputError("a search begins at a learning rate above 0 and at most 1e100")
-        if any(arm.moments != "float32" for arm, _ in cells):
-            raise InputError("a search for the largest learning rate keeps moments in float32")
+        for arm, _ in cells: refuse_unusual(arm, "a search for the largest learning rate")
         super().__init__(Matrix("stability", 0, cells, checkpoints, seeds, (), task=bench.task),
                          out, bench, accept)
         self.repeats = list(zip(cycle(checkpoints), seeds))

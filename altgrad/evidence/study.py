@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['POWERS', 'RANKED', 'PRIMARY', 'QUANTIZED', 'Weights', 'LEAST_P', 'SMALLEST', 'MEANING', 'NO_PAIR', 'read_ledger',
-           'arm_of', 'Study', 'is_frozen', 'build_study', 'Progress', 'progress', 'progress_table', 'slope', 'minus',
-           'slope_over_fp32', 'gain', 'gain_over_fp32', 'contrast', 'bootstrap', 'Variance', 'mean_variance', 'Effect',
-           'effect', 'difference', 'holm', 'judge', 'equivalent', 'Answer', 'Verdict', 'share_shown', 'positive',
-           'negative', 'below', 'all_equivalent', 'same_weights', 'trains', 'effect_text', 'candidates', 'best_rule',
-           'rule_text', 'Place', 'Ranking', 'rank_gains', 'Judged', 'primary_family', 'what_matters', 'Moved',
-           'moved_on_tuning', 'moved', 'Prediction', 'leave_one_out', 'Cost', 'costs', 'predict_costs', 'course',
-           'training_gap', 'metric', 'plot_parallel']
+           'arm_of', 'cell_of', 'Study', 'is_frozen', 'build_study', 'Progress', 'progress', 'progress_table', 'slope',
+           'minus', 'slope_over_fp32', 'gain', 'gain_over_fp32', 'contrast', 'bootstrap', 'Variance', 'mean_variance',
+           'Effect', 'effect', 'difference', 'holm', 'judge', 'equivalent', 'Answer', 'Verdict', 'share_shown',
+           'positive', 'negative', 'below', 'all_equivalent', 'same_weights', 'trains', 'effect_text', 'candidates',
+           'best_rule', 'rule_text', 'Place', 'Ranking', 'rank_gains', 'Judged', 'primary_family', 'what_matters',
+           'Moved', 'moved_on_tuning', 'moved', 'Prediction', 'leave_one_out', 'Cost', 'costs', 'predict_costs',
+           'course', 'training_gap', 'metric', 'plot_parallel']
 
 # %% ../../nbs/evidence/02_study.ipynb #ae7e7545
 import math
@@ -49,6 +49,14 @@ def arm_of(
 ) -> Arm:
     "The arm of a row."
     return Arm(**arm_values(row))
+
+def cell_of(
+    row: Mapping[str, Any],
+    like: Arm,  # with the rate, the seed, the split and the place that all cells have
+) -> Arm:
+    "Return a row's arm without what it is repeated over."
+    return replace(arm_of(row), lr=like.lr, seed=like.seed, split=like.split,
+                   checkpoint=like.checkpoint, corpus=like.corpus)
 
 # %% ../../nbs/evidence/02_study.ipynb #b5f3394c
 @dataclass(frozen=True)
@@ -249,9 +257,15 @@ def slope_over_fp32(study: Study, fmt: str, storage: str,
     "D of the protocol: the slope under a storage minus that in FP32 under the same geometry."
     return minus(slope(study, fmt, storage, powers), slope(study, fmt, "fp32", powers))
 
+_AROUND = ("moments", "granularity", "weight_decay", "inputs", "gradients")
+
+def _around(cell: Arm) -> dict[str, Any]:
+    "What a rule's cell shares with AdamW's that it is compared to."
+    return {key: getattr(cell, key) for key in _AROUND}
+
 def gain(study: Study, cell: Arm) -> Weights:
     "Loss of AdamW minus loss of the cell, in the cell's storage: the plain benefit."
-    plain = study.cell(cell.format, cell.storage, moments=cell.moments)
+    plain = study.cell(cell.format, cell.storage, **_around(cell))
     return minus({plain: 1.0}, {cell: 1.0})
 
 # %% ../../nbs/evidence/02_study.ipynb #e7055912
@@ -575,7 +589,7 @@ def candidates(study: Study, fmt: str, storage: str) -> dict[Arm, float]:
     plain, found = study.cell(fmt, storage), {}
     for a, t in study.tuned.items():
         if (a.format, a.storage) != (fmt, storage) or a == plain or a.rule == "adamw": continue
-        if a.moments != plain.moments: continue
+        if _around(a) != _around(plain): continue
         if a in ready and replace(a, storage="fp32") in ready: found[a] = min(t.losses)
     return found
 
@@ -587,9 +601,11 @@ def best_rule(study: Study, fmt: str, storage: str) -> Arm | None:
 
 def rule_text(cell: Arm) -> str:
     "A rule in a word or two."
-    if cell.rule != "stiffness_adamw": return cell.rule
+    more = "" if cell.formula == "ulp" else f", {cell.formula}"
+    if cell.reset_every: more += f", reset every {cell.reset_every}"
+    if cell.rule != "stiffness_adamw": return cell.rule + more
     where = " on the gradient" if cell.placement == "gradient" else ""
-    return "AdamW" if not cell.power else f"S^{cell.power:g}{where}"
+    return f"S^{cell.power:g}{where}{more}" if cell.power else f"AdamW{more}"
 
 # %% ../../nbs/evidence/02_study.ipynb #1ef1a9a5
 class Place(StrEnum):

@@ -7,7 +7,7 @@ __all__ = ['AXES', 'MOST_ARMS', 'MOST_RUNS', 'MOST_RATES', 'Losses', 'COLUMNS', 
            'Job', 'Loss', 'Tuning', 'loss_of_row', 'rate', 'tuning', 'wider_powers', 'Plan', 'plan', 'Column',
            'check_row', 'check_rows', 'Ledger', 'best_arms', 'counted', 'start_bench', 'worker_bench', 'failure',
            'work_alone', 'Workers', 'protocol_commit', 'Sweep', 'estimate', 'describe', 'compact', 'read_rows', 'flags',
-           'beside', 'find_row', 'replay']
+           'beside', 'find_row', 'same_cpu', 'replay', 'agreement']
 
 # %% ../../nbs/evidence/01_sweep.ipynb #77055950
 import itertools
@@ -46,10 +46,10 @@ from ..training.tracking import check_place, git_commit, machine, read_line, ver
 from .instrument import (LATER, MOST_POWER, SPLITS, VERSION, Arm, Bench, Task,
                                          arm_values, build_checkpoint, identity, make_rule,
                                          recipe_of, row_identity, run_arm, run_id,
-                                         validation_pieces)
+                                         unusual, validation_pieces)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #0e5558a8
-AXES = ("format", "storage", "rule", "placement", "power", "floor_octaves", "moments")
+AXES = ("format", "storage", "rule", "placement", "power", "floor_octaves", *LATER)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #6c233c4f
 @dataclass(frozen=True)
@@ -537,7 +537,7 @@ def _arm_text(row: Mapping[str, Any], rate: bool) -> str:
         words.append(f"p={row['power']:g}")
     if row.get("placement") == "gradient": words.append("on the gradient")
     if row.get("floor_octaves") is not None: words.append(f"R={row['floor_octaves']:g}")
-    if row.get("moments") is not None: words.append(f"moments {row['moments']}")
+    words += [f"{key} {value}" for key, value in unusual(row).items()]
     if rate and row.get("lr"): words.append(f"lr={row['lr']:g}")
     return " ".join(words)
 
@@ -723,7 +723,7 @@ def _label(arm: Arm) -> str:
     if arm.rule == "stiffness_adamw": words.append(f"p={arm.power:g}")
     if arm.rule == "stiffness_adamw" and arm.placement == "gradient":
         words.append("on the gradient")
-    if arm.moments != "float32": words.append(f"moments {arm.moments}")
+    words += [f"{key} {value}" for key, value in unusual(asdict(arm)).items()]
     return " ".join([*words, f"lr={arm.lr:g} {arm.checkpoint} seed {arm.seed} {arm.split}"])
 
 # %% ../../nbs/evidence/01_sweep.ipynb #bc15663c
@@ -995,7 +995,9 @@ def find_row(
     return row
 
 # %% ../../nbs/evidence/01_sweep.ipynb #6bdf2387
-def _same_cpu(then: Mapping[str, Any]) -> bool:
+def same_cpu(
+    then: Mapping[str, Any],  # a row's `machine`
+) -> bool:
     "Return whether a row's machine computes as this one does, as far as the row says."
     now = machine()
     return all(now[key] == value for key, value in then.items()
@@ -1006,7 +1008,7 @@ def _bench_of(row: Mapping[str, Any], bench: Bench, kept: Path | None) -> Bench:
     if kept is None or not (kept / f"{row['checkpoint']}.pt").is_file(): return bench
     stored = bench.with_folder(kept)
     same = stored.state(row["checkpoint"])[1] == row["checkpoint_sha"]
-    return stored if same or not _same_cpu(row["machine"]) else bench
+    return stored if same or not same_cpu(row["machine"]) else bench
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e49b4b4d
 def replay(
@@ -1034,9 +1036,22 @@ def replay(
     got = run_arm(arm, bench.with_task(task))
     here = {"versions": versions(), "commit": git_commit(), "engine": None}
     other = [key for key, now in here.items() if row.get(key) != now]
-    return _verdict(row, got, other if _same_cpu(row["machine"]) else ["CPU", *other])
+    return _verdict(row, got, other if same_cpu(row["machine"]) else ["CPU", *other])
 
 # %% ../../nbs/evidence/01_sweep.ipynb #09ef3197
+def agreement(
+    difference: float,  # of two losses, nats
+    same: bool,  # whether all that was compared is the same, bit for bit
+    other: list[str],  # what is different here, e.g. CPU
+) -> tuple[bool, str]:
+    "Say whether a run that was made again agrees, and how."
+    if same: return True, "agrees bit for bit"
+    if not other: return False, "differs, on the same kind of CPU with the same versions and code"
+    agrees = difference <= TOLERANCE
+    said = f"differs by {difference:.4f} nats, more than {TOLERANCE}"
+    if agrees: said = f"agrees within {TOLERANCE} nats"
+    return agrees, f"{said} (another {', another '.join(other)} here)"
+
 def _verdict(row: dict[str, Any], got: dict[str, Any], other: list[str]) -> tuple[bool, str]:
     "Compares a row with its repetition; `other` names what is different here."
     if got["checkpoint_sha"] != row["checkpoint_sha"]: other = ["checkpoint", *other]
@@ -1044,11 +1059,7 @@ def _verdict(row: dict[str, Any], got: dict[str, Any], other: list[str]) -> tupl
     text = (
         f"run {row['run']}: validation loss {row['val_loss']:.6f} then, {got['val_loss']:.6f} now"
     )
-    if difference == 0 and got["weights_sha"] == row["weights_sha"]:
-        return True, f"{text}; agrees bit for bit"
-    if not other:
-        return False, f"{text}; differs, on the same kind of CPU with the same versions and code"
-    agrees = difference <= TOLERANCE and got["diverged"] == row["diverged"]
-    said = f"differs by {difference:.4f} nats, more than {TOLERANCE}"
-    if agrees: said = f"agrees within {TOLERANCE} nats"
-    return agrees, f"{text}; {said} (another {', another '.join(other)} here)"
+    if got["diverged"] != row["diverged"]: return False, f"{text}; one of them diverged"
+    same = difference == 0 and got["weights_sha"] == row["weights_sha"]
+    agrees, said = agreement(difference, same, other)
+    return agrees, f"{text}; {said}"

@@ -34,6 +34,7 @@ class RuleSettings:
     placement: str = "update"  # where the stiffness acts: update or gradient
     damping: float = 0.0  # absolute floor of S, in units of the format
     floor_octaves: float | None = None  # floor of S relative to the tensor's largest
+    formula: str = "ulp"  # of S: one of `FORMULAS`
     seed: int = 0  # of stochastic rounding
     storage: str = "master"  # where the weights live: one of `STORAGES`
     rounding: str = "stochastic"  # of float weights by a rule that moves them by whole codes
@@ -60,7 +61,7 @@ class RuleSettings:
         return self.beta2
 
 # %% ../../nbs/geometry/05_catalogue.ipynb #4db4a8ed
-GEOMETRY = ("power", "placement", "damping", "floor_octaves")  # settings of the stiffness
+GEOMETRY = ("power", "placement", "damping", "floor_octaves", "formula")  # of the stiffness
 
 # %% ../../nbs/geometry/05_catalogue.ipynb #16735ad1
 @dataclass(frozen=True)
@@ -123,11 +124,11 @@ RULES = {  # the one table of update rules
         unit="weight", source="Loshchilov and Hutter 2017",
     ),
     "stiffness_adamw": Rule(
-        optim.StiffnessAdamW, reads="betas eps weight_decay power placement damping floor_octaves",
+        optim.StiffnessAdamW, reads="betas eps weight_decay power placement damping floor_octaves formula",
         guess=4e-3, unit="weight", source="here",
     ),
     "stiffness_sgd": Rule(
-        optim.StiffnessSGD, reads="momentum power damping floor_octaves", guess=0.3,
+        optim.StiffnessSGD, reads="momentum power damping floor_octaves formula", guess=0.3,
         unit="weight / gradient", source="here",
     ),
     "riemannian_adamw": Rule(

@@ -27,6 +27,7 @@ from ..numbers.formats import (FP8Format, check_bits, check_float, is_whole, kin
                                      get_format)
 from ..numbers.kernels import check_scale
 from ..numbers.quantize import fake_quantize
+from ..numbers.blocks import block_scales
 from ..numbers.scaling import scale_of, spread
 from .storage import GridTensor
 
@@ -120,15 +121,18 @@ def _packed(bits: Tensor, fmt: FP8Format) -> Tensor:
 def _coded(rounded: Tensor, scale: Tensor, fmt: FP8Format, granularity: str | int) -> Codes:
     "Values that lie on the grid under `scale`, which broadcasts to them, as `Codes`."
     codes = _packed(fmt.to_bits(rounded.float() / scale), fmt)
-    if isinstance(granularity, str): return Codes(codes, scale, fmt)
-    return Codes(codes, scale[..., ::granularity].contiguous(), fmt, granularity)
+    scales = block_scales(granularity)
+    block = None if scales is None else scales.block
+    if block is None: return Codes(codes, scale, fmt)
+    return Codes(codes, scale[..., ::block].contiguous(), fmt, block)
 
 # %% ../../nbs/geometry/06_interchange.ipynb #397925a1
 def _of_grid(w: GridTensor) -> Codes:
     "A weight that lives on the grid: its codes are there already."
-    return Codes(
-        w.codes if w.codes.is_floating_point() else _packed(w.codes, w.fmt), w.scale.clone(), w.fmt
-    )
+    codes = w.codes if w.codes.is_floating_point() else _packed(w.codes, w.fmt)
+    scales = block_scales(w.granularity)
+    if scales is None: return Codes(codes, w.scale.clone(), w.fmt)
+    return Codes(codes, scales.values(w.scales()), w.fmt, scales.length(w.shape))
 
 # %% ../../nbs/geometry/06_interchange.ipynb #74440d83
 @torch.no_grad()
@@ -136,7 +140,7 @@ def _codes_of(layer: Any) -> Codes:
     "The weight that a quantized layer multiplies by; of one that lives on a grid, what is stored."
     held = layer.weight.data
     if isinstance(held, GridTensor): return _of_grid(held)
-    granularity = layer.points["weight"].precision.granularity
+    granularity = layer.weight_granularity
     rounded = layer.quantized_weight()
     return _coded(rounded, layer.weight_scale(), layer.weight_format, granularity)
 
@@ -145,7 +149,10 @@ def model_codes(
     model: nn.Module,  # quantized by `quantize_model`
 ) -> dict[str, Codes | Tensor]:  # by the names of its state_dict
     "A model's state, its quantized weights as `Codes`; InputError if it has none."
-    state: dict[str, Codes | Tensor] = dict(model.state_dict())
+    state: dict[str, Codes | Tensor] = {
+        name: _of_grid(value) if isinstance(value, GridTensor) else value
+        for name, value in model.state_dict().items()
+    }
     for name, layer in model.named_modules(remove_duplicate=False):
         if not hasattr(layer, "weight_format"): continue
         state[f"{name}.weight" if name else "weight"] = _codes_of(layer)
@@ -341,6 +348,7 @@ def _is_of_grid(found: Codes, grid: GridTensor) -> bool:
     "Return whether a grid can hold these codes as they are."
     return (
         found.fmt.spec == grid.fmt.spec
+        and grid.granularity == "tensor"
         and not found.scale.dim()
         and math.frexp(found.scale.item())[0] == 0.5
     )
@@ -365,8 +373,8 @@ def _check_fits(name: str, found: Codes | Tensor, into: Tensor) -> None:
 # %% ../../nbs/geometry/06_interchange.ipynb #529d71ec
 def _enter(grid: GridTensor, found: Any) -> None:
     "Puts codes into a weight that lives on the grid; what its residual remembered is forgotten."
-    grid.codes.copy_(found.codes if grid.codes.is_floating_point() else found.bits())
-    grid.scale.copy_(found.scale)
+    codes = found.codes if grid.codes.is_floating_point() else found.bits()
+    grid.hold(codes, {"scale": found.scale})
     if grid.residual is not None: grid.residual.zero_()
 
 # %% ../../nbs/geometry/06_interchange.ipynb #a5bcdf54

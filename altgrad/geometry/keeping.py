@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/geometry/02_keeping.ipynb #29d8eb5a
-from ..numbers.formats import FP8Format, get_format, ulp
+from ..numbers.formats import FP8Format, get_format, spec_of, ulp
 from ..numbers.kernels import uniform
 from ..numbers.quantize import fake_quantize
 from .spacing import code_coordinate
@@ -28,12 +28,19 @@ def pack(
     return torch.where(q.signbit(), code + fmt.magnitudes, code).to(fmt.code_dtype)
 
 # %% ../../nbs/geometry/02_keeping.ipynb #b206c764
+@torch.library.custom_op("altgrad::unpack", mutates_args=())
+def _operator(codes: Tensor, format: str) -> Tensor: return unpack(codes, get_format(format))
+
+@_operator.register_fake
+def _shape(codes, format): return torch.empty_like(codes, dtype=torch.float32)
+
 def unpack(
     codes: Tensor,  # from `pack`, any shape
     fmt: FP8Format,
 ) -> Tensor:  # of the same shape
     "The float32 values of codes."
     if fmt.name == "bfloat16": return codes.float()
+    if type(codes) is not Tensor: return _operator(codes, spec_of(fmt))  # a compiler's
     return fmt.values.to(codes.device)[codes.long()]
 
 # %% ../../nbs/geometry/02_keeping.ipynb #61aed0d8

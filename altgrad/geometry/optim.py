@@ -11,16 +11,17 @@ import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, Callable, ClassVar, Iterable, Mapping, NamedTuple
+from typing import Any, Callable, ClassVar, Iterable, Iterator, Mapping, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 # %% ../../nbs/geometry/04_optim.ipynb #8f9ac7cc
 from ..basics import InputError, unknown
+from ..numbers.blocks import BlockScales, block_scales
 from ..numbers.formats import FP8Format, get_format
 from ..numbers.kernels import rounding_key, uniform
-from ..numbers.scaling import compute_scale
+from ..numbers.scaling import compute_scale, spread
 from .spacing import (STEPPED, LineNumbers, check_sign_magnitude, floor_at,
                                       formula_numbers, from_line, line_numbers, raw_stiffness,
                                       stiffness, to_line)
@@ -33,6 +34,7 @@ class Grids(NamedTuple):
     fmt: FP8Format
     scale: Tensor  # [parameters], float64 powers of two
     amax: Tensor  # [parameters], float64: each one's largest magnitude
+    blocks: bool = False  # whether they are the blocks of one parameter, and not parameters
 
 # %% ../../nbs/geometry/04_optim.ipynb #ea824cce
 class Job(NamedTuple):
@@ -50,8 +52,29 @@ def _amax(p: Tensor) -> Tensor:
     if not isinstance(p, GridTensor):
         low, high = p.aminmax()
         return torch.maximum(-low, high)
+    if p.granularity != "tensor": return p.dequantize().abs().amax()
     codes = p.codes if p.codes.is_floating_point() else p.codes % p.fmt.magnitudes
     return unpack(codes.abs().amax(), p.fmt) * p.scale
+
+# %% ../../nbs/geometry/04_optim.ipynb #3c3e2934
+def _has_blocks(p: Any, group: dict[str, Any]) -> bool:
+    "Return whether a parameter is stored in the group's format under the scales of blocks."
+    if not isinstance(p, GridTensor) or p.granularity == "tensor": return False
+    return p.fmt == group["fmt"]
+
+def _block_grids(p: Any) -> Grids:
+    "The grids under the blocks of a parameter."
+    scales = cast(BlockScales, block_scales(p.granularity))
+    amax = scales.amax(p.dequantize()).flatten().double()
+    return Grids(p.fmt, scales.values(p.scales()).flatten().double(), amax, blocks=True)
+
+def _of_elements(rows: Any, p: Any) -> Tensor | None:
+    "Numbers of blocks, a row for each, as numbers of a parameter's elements, a column for each."
+    if not isinstance(rows, Tensor): return None  # the rule needs none
+    length = cast(BlockScales, block_scales(p.granularity)).length(p.shape)
+    blocks = -(-p.shape[-1] // length)  # of a row of the parameter
+    each = rows.T.to(p.dtype).reshape(rows.shape[1], -1, blocks)
+    return spread(each, length, p.shape[-1]).flatten(1)
 
 # %% ../../nbs/geometry/04_optim.ipynb #f51c137f
 def grids_of(
@@ -59,8 +82,9 @@ def grids_of(
     parameters: list[Tensor],  # of any shapes
 ) -> Grids:
     """A parameter's grid is its own if it is stored on one of the group's format,
-    else the one from its amax."""
+    else the one from its amax; one that is stored in blocks comes alone, and each has a grid."""
     fmt, device = group["fmt"], parameters[0].device
+    if _has_blocks(parameters[0], group): return _block_grids(*parameters)
     amax = torch.stack([_amax(p).double().to(device) for p in parameters])
     scale = compute_scale(amax, fmt).double()
     for i, p in enumerate(parameters):
@@ -157,11 +181,21 @@ class GeometryOptimizer(torch.optim.Optimizer):
             if self.needs_spare(group):
                 largest = max(parameters, key=torch.numel)
                 spare = torch.empty(largest.numel(), dtype=largest.dtype, device=largest.device)
-            for p, grid in zip(parameters, self.grid_numbers(group, parameters)):
+            for p, grid in zip(parameters, _grid_numbers(self, group, parameters)):
                 _update(self, group, p, grid, spare)
         return loss
 
 # %% ../../nbs/geometry/04_optim.ipynb #0aef80c1
+def _grid_numbers(
+    optimizer: GeometryOptimizer, group: dict[str, Any], parameters: list[Any]
+) -> Iterator[Tensor | None]:
+    "Yield the numbers of each parameter's grid; in blocks, a column for each of its elements."
+    apart = [_has_blocks(p, group) for p in parameters]
+    together = [p for p, alone in zip(parameters, apart) if not alone]
+    rows = iter(optimizer.grid_numbers(group, together) if together else [])
+    for p, alone in zip(parameters, apart):
+        yield _of_elements(optimizer.grid_numbers(group, [p]), p) if alone else next(rows)
+
 def _moving(group: dict[str, Any]) -> list[Any]:
     "The parameters of a group that have a gradient."
     return [p for p in group["params"] if p.grad is not None and p.numel()]
@@ -237,15 +271,18 @@ def _numbers(w: Tensor, *values: float) -> Tensor:
 
 # %% ../../nbs/geometry/04_optim.ipynb #d78caa40
 def stiffness_numbers(grids: Grids, group: dict[str, Any]) -> Tensor:
-    """For `_factor`, a row for each grid:
-    slope, low and cap of S / max S in units of the weight, and the power."""
+    """For `_factor`, a row for each grid: slope, low and cap of S / max S in units of the format,
+    one over the scale, and the power; max S is the largest of a parameter."""
     slope, low, cap = formula_numbers(grids.fmt, group["formula"])
     peak = grids.amax / grids.scale
     floor = floor_at(peak, grids.fmt, group["damping"], group["floor_octaves"]).clamp(min=low)
-    top = raw_stiffness(peak, slope, low, cap, group["formula"] in STEPPED).maximum(floor)
+    stepped = group["formula"] in STEPPED
+    top = raw_stiffness(peak, slope, low, cap, stepped).maximum(floor) * grids.scale
+    if grids.blocks: top = top.amax().expand_as(top)
+    share = grids.scale / top
     return torch.stack(
         [
-            slope / (top * grids.scale), floor / top, cap * grids.scale,
+            slope * share, floor * share, torch.full_like(top, cap), 1 / grids.scale,
             torch.full_like(top, group["power"]),
         ],
         1,
@@ -257,8 +294,8 @@ _POWERS = {1.0: "clone", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 2.0: "s
 
 def _factor(w: Tensor, numbers: Tensor, formula: str, special: str | None) -> Tensor:
     "(S / max S)^power of the weights `w`."
-    slope, low, cap, power = numbers.unbind()
-    relative = raw_stiffness(w.abs(), slope, low, cap, formula in STEPPED)
+    slope, low, cap, inverse, power = numbers.unbind()
+    relative = raw_stiffness((w * inverse).abs(), slope, low, cap, formula in STEPPED)
     return getattr(torch, special)(relative) if special else torch.exp2(power * relative.log2())
 
 # %% ../../nbs/geometry/04_optim.ipynb #212b237b

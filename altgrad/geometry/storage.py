@@ -8,7 +8,7 @@ __all__ = ['STORAGES', 'GridTensor', 'write', 'get_storage', 'grid_storages', 'm
 
 # %% ../../nbs/geometry/03_storage.ipynb #a07a0ed3
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, ClassVar, Mapping, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,37 +16,42 @@ from torch.utils._pytree import tree_map
 
 # %% ../../nbs/geometry/03_storage.ipynb #9a3cd6be
 from ..basics import InputError, unknown
-from ..numbers.formats import FP8Format, check_float, get_format
+from ..numbers.blocks import block_scales, grown, roomier
+from ..numbers.formats import FP8Format, check_float, get_format, kind_of
 from ..numbers.kernels import rounding_key
-from ..numbers.scaling import compute_scale
-from .keeping import Storage, pack, unpack
+from ..numbers.scaling import WIDE, compute_scale
+from .keeping import Storage, pack, pack_bits, unpack, unpack_bits
 from .rivals.kahan import Kahan
 from .rivals.split import Split
 from .rivals.wide import Wide
 
 # %% ../../nbs/geometry/03_storage.ipynb #e4f4d07f
 class GridTensor(torch.Tensor):
-    """A float32 tensor (float64, if made from one) whose memory is codes of a format and
-    one power-of-two scale; every write is rounded to the grid."""
+    """A float32 tensor (float64, if made from one) whose memory is codes of a format and one
+    power-of-two scale, or the scales of its blocks; every write is rounded to the grid."""
+    # its plain tensors: their names in a checkpoint, and here
+    PARTS: ClassVar = {"codes": "held_codes", "scale": "held_scale", "whole": "whole",
+                       "writes": "writes", "rescales": "rescales", "residual": "residual"}
+
     @staticmethod
-    def __new__(
-        cls, codes: Tensor, scale: Tensor, writes: Tensor, rescales: Tensor, how: dict[str, Any],
-        residual: Tensor | None = None,
-    ):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, codes.shape, dtype=scale.dtype, device=codes.device
-        )
+    def __new__(cls, codes: Tensor, scale: Tensor, how: dict[str, Any], **more: Any):
+        dtype = scale.dtype if scale.is_floating_point() else torch.float32
+        shape = how.get("shape", codes.shape)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
 
     def __init__(
-        self, codes: Tensor, scale: Tensor, writes: Tensor, rescales: Tensor, how: dict[str, Any],
-        residual: Tensor | None = None,
+        self, codes: Tensor, scale: Tensor, how: dict[str, Any], writes: Tensor, rescales: Tensor,
+        residual: Tensor | None = None, whole: Tensor | None = None,
     ):
-        self.codes = codes
-        self.scale = scale
+        self.held_codes = codes  # of four bits: two in a byte
+        self.held_scale = scale  # of blocks: a byte each
+        self.whole = whole  # what the scales of all blocks are multiplied by
         self.writes = writes
         self.rescales = rescales
         self.residual = residual
-        # what a write needs: fmt, storage, seed, tensor; what writes did: counts, nonfinite
+        # what a write needs: fmt, storage, seed, tensor; granularity and shape where they are not
+        # the usual ones; what writes did: counts, nonfinite; afresh: a copy of plain values begins
+        # as if it had been made from them
         self.how = how
 
     @property
@@ -59,6 +64,32 @@ class GridTensor(torch.Tensor):
         "Its row in `STORAGES`."
         return get_storage(self.how["storage"])
 
+    @property
+    def granularity(self) -> str | int:
+        "What shares a scale: tensor, channel (a row), a block's length, or nvfp4."
+        return self.how.get("granularity", "tensor")
+
+    @property
+    def codes(self) -> Tensor:
+        "The codes, in the tensor's shape."
+        if "shape" not in self.how: return self.held_codes
+        return unpack_bits(self.held_codes, 4, self.shape).view(torch.uint8) % 16
+
+    @property
+    def scale(self) -> Tensor:
+        "The scale, without dimensions; of blocks in the tensor's shape, the scale of each element."
+        return _spread(self.scales(), self.granularity, self.shape)
+
+    def scales(self) -> dict[str, Tensor]:
+        "The scales as they are held: `scale`, and `whole` if any."
+        return {name: part for name, part in self.parts().items() if name in ("scale", "whole")}
+
+    def hold(self, codes: Tensor, scales: Mapping[str, Tensor]) -> None:
+        "Take codes in the tensor's shape, and scales as they are held: `scale`, and `whole` if any."
+        if "shape" in self.how: codes = pack_bits(codes, 4)
+        self.held_codes.copy_(codes)
+        for name, part in scales.items(): self.parts()[name].copy_(part)
+
     def dequantize(self) -> Tensor:
         "The weight as a plain tensor."
         return unpack(self.codes, self.fmt).to(self.dtype) * self.scale
@@ -70,20 +101,28 @@ class GridTensor(torch.Tensor):
 
     def parts(self) -> dict[str, Tensor]:
         "The plain tensors that it consists of, by name."
-        return {
-            name: getattr(self, name)
-            for name in ("codes", "scale", "writes", "rescales", "residual")
-            if getattr(self, name) is not None
-        }
+        found = {name: getattr(self, here) for name, here in self.PARTS.items()}
+        return {name: part for name, part in found.items() if part is not None}
 
     def __repr__(self, *args, **kwargs):
+        # a compiler's tensors have no values
+        one = self.granularity == "tensor" and type(self.held_scale) is Tensor
+        scale = f"scale={self.scale.item():g}" if one else f"granularity={self.granularity}"
         return (
-            f"GridTensor({self.fmt.name}, {self.how['storage']}, scale={self.scale.item():g}, "
+            f"GridTensor({self.fmt.name}, {self.how['storage']}, {scale}, "
             f"shape={tuple(self.shape)})"
         )
-    def __tensor_flatten__(self): return list(self.parts()), self.how
+    @classmethod
+    def __metadata_guard__(cls, before, now):
+        "Return whether a compiled graph still holds: it does not depend on what writes counted."
+        counted = "counts", "nonfinite"
+        fixed = [{k: v for k, v in how.items() if k not in counted} for how in (before, now)]
+        return fixed[0] == fixed[1]
+    def __tensor_flatten__(self): return [self.PARTS[name] for name in self.parts()], self.how
     @staticmethod
-    def __tensor_unflatten__(inner, how, size, stride): return GridTensor(**inner, how=how)
+    def __tensor_unflatten__(inner, how, size, stride):
+        parts = {name: inner[here] for name, here in GridTensor.PARTS.items() if here in inner}
+        return GridTensor(**parts, how=how)
     def __reduce_ex__(self, protocol):
         """Return plain tensors and plain values for pickle,
         so that `torch.load` reads them with `weights_only`."""
@@ -104,13 +143,27 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])  # it makes nothing but a tensor out of tensors
 
 # %% ../../nbs/geometry/03_storage.ipynb #b4ea6a72
-def _grown_scale(w: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
-    "The scale for the values `w`: doubled until they fit, never smaller than it was."
-    if fmt.name == "bfloat16": return scale
-    top = torch.frexp(torch.tensor(fmt.max, dtype=torch.float64))
-    m, e = torch.frexp(w.abs().amax().double())
-    needed = torch.ldexp(torch.ones_like(m), e - int(top[1]) + (m > float(top[0]))).float()
-    return torch.where(w.abs().amax() > fmt.max * scale, needed, scale)
+def _outgrown(to: GridTensor, inner: Tensor, key: int | Tensor) -> Tensor:
+    "Return which values in units of the format, rounded on a grid that goes on, lie beyond it."
+    fmt = to.fmt
+    # of a wide format a block's largest weight lies far below; two's complement has no such grid
+    if fmt.max > WIDE or fmt.twos_complement: return inner.abs() > fmt.max
+    return to.kind.round(inner, roomier(fmt), key).abs() > fmt.max
+
+def _grown_scales(
+    to: GridTensor, w: Tensor, old: Tensor, key: int | Tensor
+) -> dict[str, Tensor]:
+    "The scales for the values `w`, as they are held; none is smaller than it was, `old`."
+    kind, held = block_scales(to.granularity), to.scales()
+    if kind is not None:
+        return kind.grow(held, torch.where(_outgrown(to, w / old, key), w, 0), to.fmt)
+    if to.fmt.name == "bfloat16": return held
+    return {"scale": grown(w.abs().amax(), held["scale"], to.fmt)}
+
+def _spread(held: Mapping[str, Tensor], granularity: str | int, shape: torch.Size) -> Tensor:
+    "Scales as they are held, to divide a tensor by."
+    kind = block_scales(granularity)
+    return held["scale"] if kind is None else kind.divisor(held, shape)
 
 # %% ../../nbs/geometry/03_storage.ipynb #dae58621
 def _write_counts(to: GridTensor, before: Tensor, w: Tensor, codes: Tensor) -> Tensor:
@@ -137,15 +190,16 @@ def write(
     before, finite = to.latent(), w.isfinite()
     how["nonfinite"] += w.numel() - finite.sum()
     w = torch.where(finite, w, before)
-    scale = _grown_scale(w, to.scale, fmt)
     key = rounding_key(how["seed"], int(to.writes), how["tensor"])
+    old = to.scale
+    held = _grown_scales(to, w, old, key)
+    scale = _spread(held, to.granularity, to.shape)
     codes = pack(kind.round(w / scale, fmt, key), fmt)
     how["counts"] += _write_counts(to, before, w, codes)
     if to.residual is not None:
         to.residual.copy_(cast(Tensor, kind.remember(w / scale, unpack(codes, fmt), fmt, key)))
-    to.codes.copy_(codes)
-    to.rescales += scale > to.scale
-    to.scale.copy_(scale)
+    to.rescales += (scale > old).any()
+    to.hold(codes, held)
     to.writes += 1
 
 # %% ../../nbs/geometry/03_storage.ipynb #a1612d66
@@ -157,7 +211,8 @@ def _alike(to: Any, source: Any) -> bool:
     "Return whether both live on a grid of the same kind."
     if not (isinstance(to, GridTensor) and isinstance(source, GridTensor)): return False
     def kind(x: GridTensor) -> tuple:
-        return x.shape, x.dtype, x.fmt, None if x.residual is None else x.how["storage"]
+        kept = None if x.residual is None else x.how["storage"]
+        return x.shape, x.dtype, x.fmt, x.granularity, kept
     return kind(to) == kind(source)
 
 # %% ../../nbs/geometry/03_storage.ipynb #9bebb4d8
@@ -178,6 +233,8 @@ def _dispatch(func, args, kwargs):
     if func is torch.ops.aten.copy_.default and _alike(*args[:2]): return _copy(*args[:2])
     plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
     target = args[0] if args else None
+    if func is torch.ops.aten.copy_.default and isinstance(target, GridTensor):
+        if target.how.get("afresh"): return _copy(target, _made_alike(target, plain_args[1]))
     if not (isinstance(target, GridTensor) and func._schema.name.endswith("_")):
         return func(*plain_args, **plain_kwargs)
     latent = target.latent()
@@ -215,6 +272,20 @@ def grid_storages() -> list[str]:
     "Names of the storages that keep weights on a grid."
     return [name for name, storage in STORAGES.items() if storage.on_grid]
 
+# %% ../../nbs/geometry/03_storage.ipynb #ce08dc2e
+def _first_scales(
+    w: Tensor, kind: Storage, fmt: FP8Format, granularity: str | int
+) -> dict[str, Tensor]:
+    "The scales that a weight starts with, as they are held."
+    scales = block_scales(granularity)
+    if kind.fmt: return {"scale": torch.ones((), device=w.device, dtype=w.dtype)}
+    if scales is None: return {"scale": compute_scale(w.abs().amax(), fmt).to(w.dtype, copy=True)}
+    if w.dtype == torch.float32 and w.dim() == 2 and w.numel(): return scales.start(w, fmt)
+    raise InputError(
+        f"granularity {granularity} is for float32 weights [out, in], not {kind_of(w)} "
+        f"{list(w.shape)}"
+    )
+
 # %% ../../nbs/geometry/03_storage.ipynb #eeeeaabe
 def make_grid_tensor(
     w: Tensor,  # float32 or float64 values of any shape; others become float32
@@ -222,26 +293,37 @@ def make_grid_tensor(
     storage: str,  # one of `grid_storages()`
     seed: int = 0,  # of stochastic rounding
     tensor: int = 0,  # number of the tensor in its model, so that no two draw the same
+    granularity: str | int = "tensor",  # what shares a scale: tensor, channel (a row), a block's length, nvfp4
 ) -> GridTensor:
-    """`w` rounded to nearest onto the grid under its power-of-two scale,
+    """`w` rounded to nearest onto the grid under its power-of-two scale, or those of its blocks,
     as a `GridTensor` that later writes round as `storage` says."""
     if storage not in grid_storages(): raise unknown("grid storage", storage, grid_storages())
     kind = STORAGES[storage]
     fmt = get_format(kind.fmt or fmt)
     check_float(w, "a grid")
     w = w.detach() if w.dtype == torch.float64 else w.detach().float()
-    scale = torch.ones((), device=w.device) if kind.fmt else compute_scale(w.abs().amax(), fmt)
-    scale = scale.to(w.dtype)
+    held = _first_scales(w, kind, fmt, granularity)
     writes = torch.zeros((), dtype=torch.int64)  # stays on the host: it is part of a key
     rescales = torch.zeros((), dtype=torch.int64, device=w.device)
     how = {"fmt": fmt, "storage": storage, "seed": seed, "tensor": tensor,
            "counts": torch.zeros(5, dtype=torch.int64, device=w.device),
            "nonfinite": torch.zeros((), dtype=torch.int64, device=w.device)}
+    shared = "tensor" if kind.fmt else granularity
+    if shared != "tensor": how["granularity"] = shared
+    inner = w / _spread(held, shared, w.shape)
     key = rounding_key(seed, 2**32 - 1, tensor)  # a step that no write has
-    codes = pack(kind.start(w / scale, fmt, key), fmt)
-    grid = GridTensor(codes, scale.clone(), writes, rescales, how)
-    grid.residual = kind.remember(w / scale, unpack(grid.codes, fmt), fmt, key)
-    return grid
+    codes = pack(kind.start(inner, fmt, key), fmt)
+    residual = kind.remember(inner, unpack(codes, fmt), fmt, key)
+    if fmt.bits == 4: how["shape"], codes = w.shape, pack_bits(codes, 4)
+    return GridTensor(codes, how=how, writes=writes, rescales=rescales, residual=residual, **held)
+
+# %% ../../nbs/geometry/03_storage.ipynb #c4d1e2f3
+def _made_alike(to: GridTensor, w: Tensor) -> GridTensor:
+    "Other weights, of a shape that broadcasts to that of `to`, as `to` would have been made."
+    how, w = to.how, w.to(to.dtype).expand(to.shape)
+    return make_grid_tensor(
+        w, to.fmt, how["storage"], how["seed"], how["tensor"], to.granularity
+    )
 
 # %% ../../nbs/geometry/03_storage.ipynb #710fde5f
 def _refuse_shared(model: nn.Module, layers: dict[str, nn.Module]) -> None:
@@ -254,6 +336,14 @@ def _refuse_shared(model: nn.Module, layers: dict[str, nn.Module]) -> None:
                     f"{owners[id(p)]}.weight is tied to {name}; a tied tensor cannot be stored on "
                     "the grid (skip that layer)"
                 )
+
+def _refuse_scaling(layers: dict[str, nn.Module]) -> None:
+    "InputError if a layer's weight is scaled otherwise than a grid is."
+    for name, layer in layers.items():
+        scaling = getattr(layer, "weight_scaling", "current")
+        if scaling == "current": continue
+        raise InputError(f"{name}.weight: a grid's scale begins with the first amax and grows; "
+                         f"scaling must be current, not {scaling}")
 
 # %% ../../nbs/geometry/03_storage.ipynb #beb139e5
 def store_on_grid(
@@ -272,8 +362,12 @@ def store_on_grid(
         )
     if not STORAGES[storage].on_grid: return list(layers)
     _refuse_shared(model, layers)
+    _refuse_scaling(layers)
     for number, layer in enumerate(layers.values()):
-        grid = make_grid_tensor(layer.weight, layer.weight_format, storage, seed, number)
+        shared = getattr(layer, "weight_granularity", "tensor")
+        grid = make_grid_tensor(
+            layer.weight, layer.weight_format, storage, seed, number, shared
+        )
         layer.weight = nn.Parameter(grid)
     return list(layers)
 
@@ -285,7 +379,7 @@ def grid_weights(model: nn.Module) -> dict[str, GridTensor]:
 # %% ../../nbs/geometry/03_storage.ipynb #eb89923f
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
     """A model's state_dict with plain tensors only: a grid weight as `<name>.codes`,
-    `.scale`, `.writes` and `.rescales`."""
+    `.scale`, `.writes`, `.rescales`, and where it has them `.residual` and `.whole`."""
     grids, state = grid_weights(model), {}
     for name, value in model.state_dict().items():
         if name not in grids: state[name] = value
@@ -301,7 +395,14 @@ def load_plain_state(
     KeyError or RuntimeError where it does not fit."""
     state = dict(state)
     for name, grid in grid_weights(model).items():
-        for part, value in grid.parts().items(): value.copy_(state.pop(f"{name}.{part}"))
+        for part, value in grid.parts().items():
+            saved = state.pop(f"{name}.{part}")
+            if (saved.shape, saved.dtype) != (value.shape, value.dtype):
+                raise RuntimeError(
+                    f"state does not fit: {name}.{part} is {saved.dtype} {list(saved.shape)}, not "
+                    f"{value.dtype} {list(value.shape)}"
+                )
+            value.copy_(saved)
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or set(missing) - set(grid_weights(model)):
         raise RuntimeError(f"state does not fit: {unexpected or missing}")

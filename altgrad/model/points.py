@@ -19,8 +19,9 @@ from ..basics import InputError, unknown
 from ..numbers.formats import FP8Format, get_format, signed_format
 from ..numbers.kernels import ROUNDING, rounding_key
 from ..numbers.quantize import fake_quantize
-from ..numbers.scaling import (AmaxAverage, AmaxFirst, AmaxHistory, Scaling, amax_of,
-                                     compute_scale, scale_of)
+from ..numbers.scaling import (GRANULARITIES, AmaxAverage, AmaxFirst, AmaxHistory, Scaling,
+                                     amax_of, check_granularity, compute_scale, read_granularity,
+                                     scale_of)
 from .parallel import key_from, largest, rank
 
 # %% ../../nbs/model/02_points.ipynb #475443c7
@@ -28,26 +29,34 @@ POINTS = ("weight", "activation", "gradient", "weight_gradient")
 PARTED = ("activation", "gradient")  # made from a batch, of which each process of a run has a part
 
 # %% ../../nbs/model/02_points.ipynb #4479c95c
-RECIPES = {"current": None, "delayed": AmaxHistory, "smoothed": AmaxAverage, "static": AmaxFirst}
+RECIPES = {  # what remembers amaxes; None where nothing does
+    "current": None, "delayed": AmaxHistory, "smoothed": AmaxAverage, "static": AmaxFirst,
+    "unscaled": None,
+}
 
 # %% ../../nbs/model/02_points.ipynb #56c57e3b
 @dataclass(frozen=True)
 class Precision:
     """The rounding of a point; InputError for an unknown name,
-    or for a scaling that remembers where a tensor has several scales."""
+    or for several scales a tensor with a scaling that has one."""
     format: FP8Format | str  # of the elements
     scaling: str = "current"  # a key of `RECIPES`: which amax the scale is made from
-    granularity: str | int = "tensor"  # what shares a scale: a tensor, a channel, or a block of so many
+    granularity: str | int = "tensor"  # what shares a scale: tensor, channel, a block's length, nvfp4
     rounding: str = "nearest"  # a mode of `fake_quantize`
 
     def __post_init__(self):
         object.__setattr__(self, "format", signed_format(self.format))
         if self.scaling not in RECIPES: raise unknown("scaling", self.scaling, RECIPES)
         if self.rounding not in ROUNDING: raise unknown("rounding", self.rounding, ROUNDING)
-        amax_of(torch.ones(1), self.granularity)
+        check_granularity(self.granularity)
         if self.scaling != "current" and self.granularity != "tensor":
-            raise InputError(f"scaling {self.scaling} remembers one amax a tensor: "
+            raise InputError(f"scaling {self.scaling} has one scale a tensor: "
                              f"granularity must be tensor, not {self.granularity}")
+
+    @property
+    def remembers(self) -> bool:
+        "Return whether the scale depends on tensors of the past."
+        return RECIPES[self.scaling] is not None
 
     @property
     def unusual(self) -> list[str]:
@@ -66,9 +75,9 @@ def _meaning(word: str) -> str:
     "The choice that a word is about."
     if word in RECIPES: return "scaling"
     if word in ROUNDING: return "rounding"
-    if word in ("tensor", "channel") or word.isdigit(): return "granularity"
+    if word in GRANULARITIES or word.isdecimal(): return "granularity"
     raise unknown("word for a point", word,
-                  (*RECIPES, *ROUNDING, "tensor", "channel", "a block's length"))
+                  (*RECIPES, *ROUNDING, *GRANULARITIES, "a block's length"))
 
 # %% ../../nbs/model/02_points.ipynb #0ff327be
 def _read_words(words: list[str]) -> dict[str, Any]:
@@ -78,7 +87,7 @@ def _read_words(words: list[str]) -> dict[str, Any]:
         key = _meaning(word)
         if key in found:
             raise InputError(f"two words for the {key} of a point: {found[key]} and {word}")
-        found[key] = int(word) if word.isdigit() else word
+        found[key] = read_granularity(word) if key == "granularity" else word
     return found
 
 # %% ../../nbs/model/02_points.ipynb #f7741ba8
@@ -148,10 +157,13 @@ class Quantizer:
         memory = RECIPES[precision.scaling]
         self.scaling = None if memory is None else Scaling(self.format, memory())
         self.is_bfloat16 = _is_bfloat16(self.format)
+        if precision.granularity == "nvfp4":  # a scale has four significant bits of bfloat16's eight
+            self.is_bfloat16 &= self.format.mantissa_bits <= 3
 
     def scale(self, x: Tensor, advance: bool = False) -> Tensor:
         "The divisor for `x`, broadcastable to it; enters its amax into the memory if asked to."
         granularity = self.precision.granularity
+        if self.precision.scaling == "unscaled": return torch.ones((), device=x.device)
         if granularity != "tensor": return scale_of(x.detach(), self.format, granularity, self.dim)
         amax, memory = _amax(self, x), self.scaling
         if memory is None: return compute_scale(amax, self.format)

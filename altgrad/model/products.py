@@ -193,6 +193,16 @@ class Quantized(nn.Module):
             raise AttributeError("the weight of this layer is not quantized")
         return self.points["weight"].format
 
+    @property
+    def weight_granularity(self) -> str | int:
+        "What shares a scale of the weight; see `scale_of`."
+        return self.points["weight"].precision.granularity
+
+    @property
+    def weight_scaling(self) -> str:
+        "How the weight's scale is found: a key of `RECIPES`."
+        return self.points["weight"].precision.scaling
+
     def weight_scale(self) -> Tensor:
         "The current scale, float32: see `compute_scale`; a weight on the format's grid has its own."
         w = self.weight

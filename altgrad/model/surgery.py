@@ -197,6 +197,9 @@ def _manifold_parameters(
                              "on a manifold it has one format")
         if w.dtype not in (torch.float32, torch.float64):
             raise InputError(f"{name}: on a manifold a weight is float32 or float64, not {w.dtype}")
+        if (scaling := d.points["weight"].scaling) != "current":
+            raise InputError(f"{name}: on a manifold the scale is that of the weight's first amax: "
+                             f"scaling must be current, not {scaling}")
         scale = compute_scale(w.detach().abs().amax(), fmt)
         m = FP8Manifold(fmt, **{"scale": scale, **options})
         parameter = ManifoldParameter(w.detach(), manifold=m, requires_grad=w.requires_grad)
@@ -255,7 +258,7 @@ def _refuse_weight(d: _Decision) -> None:
 def _refuse_blocks(d: _Decision) -> None:
     "InputError for a convolution whose scales would belong to blocks."
     for kind, p in d.points.items():
-        if isinstance(d.module, nn.Conv2d) and isinstance(p.granularity, int):
+        if isinstance(d.module, nn.Conv2d) and p.granularity not in ("tensor", "channel"):
             raise InputError(
                 f"{d.names[0]}: the {kind} of a convolution has one scale a tensor or a channel, "
                 f"not blocks of {p.granularity}"

@@ -380,7 +380,9 @@ def quantize_stats(
     how = how._replace(clip=overflow == "saturate" and (s is None or not abs(s) < top))
     out, total, amax, bins = _collect(x, divisor, inverse, g, how, key, fmt if histogram else None)
     over, under, nan, inf = total[:4].long()
-    counts = None if bins is None else _histogram(bins, nan, fmt)
+    # what lies beyond becomes NaN, too, where that is asked for and there is no infinity
+    became_nan = nan if overflow == "saturate" else torch.count_nonzero(out.isnan())
+    counts = None if bins is None else _histogram(bins, became_nan, fmt)
     return out, QuantStats(
         fmt, torch.tensor(x.numel(), device=x.device), over, under, nan, inf, amax, total[4],
         total[5], counts,

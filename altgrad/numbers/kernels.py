@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['EXPONENT_BITS', 'ROUNDING', 'OVERFLOW', 'CHUNK', 'STRICT', 'PATHS', 'state', 'plan', 'GRADIENTS', 'Grid', 'How',
            'grid_of', 'first_bits', 'limited', 'kernel', 'rounding_key', 'words_of', 'draw_range', 'uniform',
-           'batch_noise', 'numbers_of', 'set_path', 'worth_compiling', 'attempt', 'check_scale', 'scaling_of',
-           'flat_of', 'Options', 'is_plain', 'is_readable', 'estimate', 'as_scale', 'check_call']
+           'batch_noise', 'numbers_of', 'set_path', 'path_text', 'worth_compiling', 'attempt', 'check_scale',
+           'scaling_of', 'flat_of', 'Options', 'is_plain', 'is_readable', 'estimate', 'as_scale', 'check_call']
 
 # %% ../../nbs/numbers/02_kernels.ipynb #f3ab6055
 import math
@@ -380,6 +380,16 @@ def set_path(
     return before
 
 _ = set_path(os.environ.get("ALTGRAD_PATH", "auto"))
+
+def path_text(
+    device: str,  # type of a device: cpu, cuda
+) -> str:
+    "Say how tensors of a device are rounded, in words."
+    if device not in STRICT: return "eager: there is no compiled kernel for this device"
+    if state["broken"]: return "eager: compiling failed"
+    if state["path"] != "auto": return f"{state['path']}: by `set_path`, or ALTGRAD_PATH"
+    return (f"compiled for tensors from {_FROM:,} elements on, once {_AFTER[device]:,} elements "
+            "were rounded; eager before that, and below")
 
 # %% ../../nbs/numbers/02_kernels.ipynb #edb36d0a
 def worth_compiling(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KEEP', 'MAX_ANOMALIES', 'seed_everything', 'pack_state', 'save_checkpoint', 'load_tensors', 'unpack_state',
-           'load_checkpoint', 'kept', 'Checkpoints']
+           'load_weights', 'load_checkpoint', 'kept', 'Checkpoints']
 
 # %% ../../nbs/training/01_checkpoint.ipynb #ee7e3cec
 import hashlib
@@ -16,13 +16,13 @@ import pickle
 import random
 import re
 import warnings
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import asdict
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 # %% ../../nbs/training/01_checkpoint.ipynb #3d3c1f87
 import numpy as np
@@ -209,6 +209,21 @@ def load_tensors(
         warnings.simplefilter("ignore")  # torch's, about the pickle that it then refuses
         return torch.load(io.BytesIO(data), map_location=device, weights_only=True)
 
+# %% ../../nbs/training/01_checkpoint.ipynb #5c0de001
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    "Inside, whatever goes wrong with a checkpoint's content is an InputError that names it."
+    try: yield
+    except pickle.UnpicklingError:
+        raise InputError(
+            f"checkpoint {name} cannot be used: it is damaged, or holds more than tensors"
+        ) from None
+    except KeyError as e:
+        raise InputError(f"checkpoint {name} cannot be used: it has no {e}") from None
+    except Exception as e:
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise InputError(f"checkpoint {name} cannot be used: {reason}") from None
+
 # %% ../../nbs/training/01_checkpoint.ipynb #4e17c50d
 def unpack_state(
     data: bytes,  # from `pack_state`
@@ -219,7 +234,7 @@ def unpack_state(
     """Puts model, optimizer, scales and random generators back; InputError,
     and nothing changed, if the data are damaged or do not fit."""
     device = next(model.parameters()).device
-    try:
+    with _readable(name):
         state = load_tensors(data, device)
         _check_fits(state, model, optimizers, device)
         load_plain_state(model, state["model"])
@@ -228,16 +243,24 @@ def unpack_state(
             optimizer.load_state_dict(saved)
             _restore_numbers(optimizer, saved)
         _restore_random_state(state["random"], device)
-    except pickle.UnpicklingError:
-        raise InputError(
-            f"checkpoint {name} cannot be used: it is damaged, or holds more than tensors"
-        ) from None
-    except KeyError as e:
-        raise InputError(f"checkpoint {name} cannot be used: it has no {e}") from None
-    except Exception as e:
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise InputError(f"checkpoint {name} cannot be used: {reason}") from None
     return state["step"], state["extra"]
+
+# %% ../../nbs/training/01_checkpoint.ipynb #5c0de002
+def load_weights(
+    data: bytes,  # from `pack_state`
+    name: str,  # for messages
+    model: nn.Module,  # of the same shape; filled in place
+) -> int:  # updates made
+    """Puts a checkpoint's weights and scales into a model, and nothing else anywhere; InputError,
+    and nothing changed, if the data are damaged or do not fit."""
+    with _readable(name):
+        state = load_tensors(data, next(model.parameters()).device)
+        _check_formats(model, state["formats"])
+        _check_weights(model, state["model"])
+        _check_points(model, state["points"])
+        load_plain_state(model, state["model"])
+        load_points_state(model, state["points"])
+    return state["step"]
 
 # %% ../../nbs/training/01_checkpoint.ipynb #ab1a50d1
 def load_checkpoint(
@@ -337,6 +360,14 @@ class Checkpoints:
             raise WriteError(f"{path} reads back other than it was written: is the disk failing?")
         others = [e for e in self.entries() if e["file"] != new["file"]]
         self._list(kept(sorted([*others, new], key=itemgetter("step"))))
+
+    def last(self) -> tuple[dict[str, Any], bytes]:
+        "Read the last checkpoint, and change nothing; InputError where it is damaged or there is none."
+        good = [e for e in self.entries() if not e["anomaly"]]
+        if not good: raise InputError(f"{self.folder}: there is no checkpoint")
+        fault, data = _inspect(self.folder / good[-1]["file"], good[-1]["sha256"])
+        if fault: raise InputError(f"checkpoint {self.folder / good[-1]['file']} is {fault}")
+        return good[-1], data
 
     def newest(
         self,

@@ -24,6 +24,7 @@ from ..geometry.catalogue import GEOMETRY, RULES, RuleSettings, build_rule, get_
 from ..geometry.optim import PLACEMENTS
 from ..geometry.outside import recall_from, use_rule, use_storage
 from ..geometry.rivals.moments import MOMENTS
+from ..geometry.spacing import FORMULAS
 from ..geometry.storage import STORAGES
 from ..model.gpt import PRESETS, preset
 from ..model.points import parse_rules, read_precision
@@ -63,13 +64,14 @@ class TrainConfig:
     placement: str = "update"  # where the stiffness acts
     damping: float = 0.0  # absolute floor of the stiffness, in units of the format
     floor_octaves: float | None = None  # floor of the stiffness below the tensor's largest, in octaves; null: none
+    formula: str | None = None  # of the stiffness: ulp, smooth, exponent or lns; null: ulp
     moments: str | None = None  # how optimizers keep the moments of large tensors between two updates; null: float32
     # chance and hardware
     seed: int = 42  # of initial weights, batches, dropout and stochastic rounding
     device: str = "auto"  # auto (CUDA if there is one), cpu, cuda or cuda:<n>
     compute_dtype: str = "auto"  # of matrix products: auto, float32 or bfloat16
     # what else is rounded
-    activation: str | None = None  # of linear inputs: a format, then words such as "delayed stochastic"; null: none
+    activation: str | None = None  # of linear inputs: a format, and words: "delayed stochastic", "unscaled"; null: none
     gradient: str | None = None  # of the gradients of linear outputs, e.g. "E5M2 stochastic"; null: none
     weight_gradient: str | None = None  # of weight gradients, before the optimizer's step; null: none
     head: str | None = None  # format of the head's weight at its use; null keeps the head in high precision
@@ -105,7 +107,7 @@ _SETTING = re.compile(r"    (\w+): ([\w |]+) = (.+?)  # (.+)")
 _NAMES: dict[str, Iterable[str]] = {
     "model": PRESETS, "storage": STORAGES, "placement": PLACEMENTS,
     "rule": [name for name, row in RULES.items() if not row.averages],
-    "moments": MOMENTS,
+    "moments": MOMENTS, "formula": FORMULAS,
 }
 
 # %% ../../nbs/training/03_config.ipynb #8d465e11
@@ -136,8 +138,10 @@ def _settings(c: TrainConfig, lr: float, decay: float) -> RuleSettings:
     """Return the settings that the config tells an update rule;
     `lr` is the rule's peak rate, and `decay` its weight decay."""
     told = {key: getattr(c, key) for key in _TOLD}
-    moments = c.moments or "float32"
-    return RuleSettings(fmt=c.format, lr=lr, weight_decay=decay, moments=moments, **told)
+    moments, formula = c.moments or "float32", c.formula or "ulp"
+    return RuleSettings(
+        fmt=c.format, lr=lr, weight_decay=decay, moments=moments, formula=formula, **told
+    )
 
 # %% ../../nbs/training/03_config.ipynb #f0f54b26
 def config_rule(
@@ -239,6 +243,7 @@ def _check_rule(c: TrainConfig) -> None:
     object.__setattr__(c, "rule", use_rule(c.rule))
     one_of("placement", c.placement, PLACEMENTS)
     if c.moments is not None: one_of("moments", c.moments, MOMENTS)
+    if c.formula is not None: one_of("formula", c.formula, FORMULAS)
     if c.format is None and (c.rule != "adamw" or c.storage != "master"):
         raise InputError("a rule or a storage needs a format; format is null")
     if get_rule(c.rule).averages:
@@ -280,7 +285,7 @@ def not_one_graph(
         points += [p for p in rule.points().items() if p[0] != "weight_gradient"]
     for kind, p in points:
         if p and p.rounding == "stochastic": return f"the {kind} is rounded stochastically ({p})"
-        if p and kind == "gradient" and p.scaling != "current":
+        if p and kind == "gradient" and p.remembers:
             return f"the gradient has a scale from its past ({p})"
     return ""
 

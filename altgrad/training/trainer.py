@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['MAX_NONFINITE', 'PATIENCE', 'ANOMALIES', 'Trainer', 'resolve_device', 'resolve_compute_dtype', 'Compute', 'Learner',
            'batch_of', 'finish_gradient', 'EarlyStop', 'NonfiniteGuard', 'nonfinite_metric', 'perplexity', 'evaluate',
-           'Clock', 'CompiledLoss', 'lr_at', 'set_rates', 'make_optimizers', 'make_model', 'find_corpus', 'Watch',
-           'warning_event', 'intervention_event', 'measured_columns', 'watch_state', 'load_watch_state',
-           'restore_formats', 'rewind_watch', 'RunProgress', 'duration', 'recording', 'Checkpointer', 'RunRecord',
-           'run_results', 'blemish', 'succeeded', 'is_finished']
+           'Clock', 'CompiledLoss', 'lr_at', 'set_rates', 'make_optimizers', 'make_model', 'trained_model',
+           'find_corpus', 'Watch', 'warning_event', 'intervention_event', 'measured_columns', 'watch_state',
+           'load_watch_state', 'restore_formats', 'rewind_watch', 'RunProgress', 'duration', 'recording',
+           'Checkpointer', 'RunRecord', 'run_results', 'blemish', 'succeeded', 'is_finished']
 
 # %% ../../nbs/training/04_trainer.ipynb #032e1ce5
 import math
@@ -47,11 +47,12 @@ from ..watching.shadow import Shadow, shadow_metrics
 from ..watching.sums import compiles
 from ..watching.thresholds import Alarms, Alert, Event, Interventions, converged
 from ..watching.updates import WeightMonitor
-from .checkpoint import (MAX_ANOMALIES, load_tensors, pack_state, seed_everything,
-                                         unpack_state)
-from .config import HEADS, TrainConfig, config_rule, not_one_graph, one_of, words_of
+from .checkpoint import (MAX_ANOMALIES, load_tensors, load_weights, pack_state,
+                                         seed_everything, unpack_state)
+from .config import (HEADS, TrainConfig, config_rule, load_config, not_one_graph,
+                                     one_of, words_of)
 from .data import Corpus, LabelledCorpus, load_corpus, load_labelled
-from .tracking import (MIRRORS, MetricsLog, Mirror, RunFolder, check_log,
+from .tracking import (MIRRORS, MetricsLog, Mirror, RunFolder, StoredRun, check_log,
                                        first_line, git_commit, machine, versions)
 
 # %% ../../nbs/training/04_trainer.ipynb #183f42d1
@@ -458,6 +459,25 @@ def make_model(
     if c.residual_clamp is not None: clamp_outliers(model, "blocks.*.proj", c.residual_clamp)
     if c.format is not None and STORAGES[c.storage].on_grid: store_on_grid(model, c.storage, c.seed)
     return model
+
+# %% ../../nbs/training/04_trainer.ipynb #5c0de003
+def trained_model(
+    folder: Path | str,  # of a run
+) -> GPT:  # on the CPU, in evaluation mode
+    """Make a run's model with the weights of its last checkpoint, and change nothing in its folder;
+    InputError where there is no run, or no checkpoint that fits its config."""
+    run = StoredRun(folder)
+    if run.stored_config() is None: raise InputError(f"{folder}: there is no run")
+    c = load_config(run.config_file)
+    if c.task: raise InputError(f"{folder}: the model of task {c.task} needs its documents")
+    entry, data = run.checkpoints.last()
+    name = f"{run.checkpoints.folder / entry['file']}"
+    try: words = load_tensors(data)["model"]["wte.weight"].shape[0]
+    except Exception:
+        raise InputError(f"checkpoint {name} cannot be used: it holds no GPT") from None
+    with torch.random.fork_rng(devices=[]): model = make_model(c, words, torch.device("cpu"))
+    load_weights(data, name, model)
+    return model.eval()
 
 # %% ../../nbs/training/04_trainer.ipynb #c4f593ee
 def find_corpus(

@@ -21,10 +21,7 @@ from torch import nn
 # %% ../../nbs/watching/06_thresholds.ipynb #e94c26e0
 from ..basics import InputError, unknown
 from ..numbers.formats import EIGHT_BIT, FORMATS, FP8Format, get_format
-from ..numbers.quantize import fake_quantize
-from ..numbers.scaling import compute_scale
-from ..geometry.keeping import pack
-from ..geometry.storage import GridTensor
+from ..geometry.storage import GridTensor, make_grid_tensor
 from ..model.surgery import quantized_layers, quantizers
 from .monitors import Measurement
 
@@ -215,10 +212,9 @@ def _recode(grid: GridTensor, fmt: FP8Format) -> None:
     """Gives a grid weight another format of eight bits, in place:
     its values are rounded to nearest under a new scale, and what lay beside them is forgotten."""
     w = grid.dequantize()
-    scale = compute_scale(w.abs().amax(), fmt)
+    fresh = make_grid_tensor(w, fmt, "grid_nearest", granularity=grid.granularity)
     grid.how = {**grid.how, "fmt": fmt}  # copies of the weight share the old one
-    grid.codes.copy_(pack(fake_quantize(w / scale, fmt), fmt))
-    grid.scale.copy_(scale)
+    grid.hold(fresh.codes, fresh.scales())
     if grid.residual is not None: grid.residual.zero_()
 
 # %% ../../nbs/watching/06_thresholds.ipynb #59f272c2

@@ -185,7 +185,8 @@ def _weight_now(m: Quantized) -> _Weight:
     """The weight and its scale; the usual recipe's from the two ends,
     which cost less than magnitudes."""
     point, w = m.points["weight"], plain_weight(m.weight)
-    usual = point.scaling is None and point.precision.granularity == "tensor"
+    precision = point.precision
+    usual = (precision.scaling, precision.granularity) == ("current", "tensor")
     if isinstance(m.weight, GridTensor) or not usual: return _Weight(w, m.weight_scale())
     low, high = m.weight.detach().aminmax()
     return _Weight(w, compute_scale(torch.maximum(-low, high), m.weight_format))

@@ -5,7 +5,8 @@ from typing import Iterator
 from .core import Case, Place, refused_command, told, works
 
 COMMANDS = (
-    "train", "compare", "sweep", "replay", "max-lr", "watch", "autopsy", "workspace", "formats"
+    "train", "compare", "sweep", "replay", "max-lr", "watch", "autopsy", "workspace", "formats",
+    "conform",
 )
 ODD = (
     "", " ", "\x00", "\x1b[2J", "x" * 100_000, "\ud800", "a\nb\nc", "--", "=", "%s%n", "../../..",

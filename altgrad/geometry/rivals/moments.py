@@ -50,6 +50,24 @@ def dynamic_map(
         found += [middles, -middles] if signed else [middles]
     return torch.cat(found).sort().values
 
+# %% ../../../nbs/geometry/rivals/06_moments.ipynb #5b1d90aa
+@lru_cache
+def _dynamic_search(signed: bool) -> tuple[Tensor, Tensor]:
+    """For each upper half of a float32's bits the code of the smallest number that has them,
+    and the midpoint above each code; of the last one there is none."""
+    values, upper = dynamic_map(signed), torch.arange(2**16, dtype=torch.int32) << 16
+    middles = (values[1:] + values[:-1]) / 2
+    ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32)
+    first = torch.bucketize(ends, middles).amin(0).to(torch.uint8)
+    return first, torch.cat([middles, torch.tensor([torch.inf])])
+
+# %% ../../../nbs/geometry/rivals/06_moments.ipynb #5b1d90ab
+def _dynamic_codes(x: Tensor, signed: bool) -> Tensor:
+    "The code of each of float32 numbers: how many midpoints lie below it."
+    first, middles = (table.to(x.device) for table in _dynamic_search(signed))
+    code = first[x.view(torch.int32) >> 16 & 0xFFFF]
+    return code + (middles[code.int()] < x)
+
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #26c26c0b
 @dataclass(frozen=True)
 class Dynamic:
@@ -59,10 +77,8 @@ class Dynamic:
 
     def pack(self, x: Tensor, signed: bool) -> dict[str, Tensor]:
         "Return codes uint8 [blocks, block] and scales float32 [blocks, 1] of float32 blocks."
-        scale, values = x.abs().amax(1, keepdim=True), dynamic_map(signed).to(x.device)
-        middles = (values[1:] + values[:-1]) / 2
-        codes = torch.bucketize(x / _or_one(scale), middles, out_int32=True)
-        return {"codes": codes.to(torch.uint8), "scale": scale}
+        scale = x.abs().amax(1, keepdim=True)
+        return {"codes": _dynamic_codes(x / _or_one(scale), signed), "scale": scale}
 
     def unpack(self, parts: Mapping[str, Tensor], signed: bool) -> Tensor:
         "Return the float32 blocks of what `pack` gave."

@@ -1,6 +1,6 @@
 """Tunes and confirms every way to keep and to move 8-bit weights, as `bench-1` does.
 
-python nbs/studies/experiments/loss_against_bits.py --out FOLDER [--format E4M3,...] [--workers N]
+python nbs/studies/experiments/loss_against_bits.py --out FOLDER [--panel E4M3,...] [--method NAME]
 
 The rows go to FOLDER/ledger.jsonl; what it holds is not run again, so that the command goes on where
 it was stopped. `python .ci/ledger.py FOLDER/ledger.jsonl nbs/results/bits` stores them for the page,
@@ -8,20 +8,30 @@ nbs/studies/loss_against_bits.ipynb, which says what is expected.
 """
 import argparse
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from altgrad.evidence.bench import PROTOCOLS, Trial
 from altgrad.evidence.instrument import Arm
-from altgrad.evidence.study import arm_of
+from altgrad.evidence.study import cell_of
 from altgrad.geometry.keeping import Storage
 from altgrad.geometry.storage import STORAGES
+from altgrad.numbers.formats import get_format
 from altgrad.training.experiment import Interval, interval
 
 AT_ONCE = 8  # methods that are tuned before they are confirmed
-FORMATS = ("E4M3", "E5M2", "E3M4", "E7M0")  # in the order of the runs
-NOISY = f"{os.path.relpath(Path(__file__).parent / 'noisy_adamw.py')}:NoisyAdamW"
+PANELS: dict[str, dict[str, str]] = {  # what all arms of a panel have; in the order of the runs
+    **{fmt: {"format": fmt, "granularity": "tensor"} for fmt in ("E4M3", "E5M2", "E3M4", "E7M0")},
+    "MXFP4": {"format": "float4_e2m1fn", "granularity": "32"},
+    "NVFP4": {"format": "float4_e2m1fn", "granularity": "nvfp4"},
+}
+SCALE_BITS = {"tensor": 0.0, "32": 8 / 32, "nvfp4": 8 / 16}  # a weight
+HERE = os.path.relpath(Path(__file__).parent)
+NOISY = {  # the rule with added noise, by what shares a scale
+    "tensor": f"{HERE}/noisy_adamw.py:NoisyAdamW",
+    "32": f"{HERE}/noisy_in_blocks.py:MXFP4",
+    "nvfp4": f"{HERE}/noisy_in_blocks.py:NVFP4",
+}
 GRID, FOUR = "grid_stochastic", "grid_residual4"
 
 # what is kept, what moves it, and what its moments are kept in; by the name that figures show
@@ -35,8 +45,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "bf16 stochastic": {"storage": "bf16_stochastic"},
     "bf16 Kahan": {"storage": "bf16_kahan"},
     "split 8": {"storage": "bf16_split8"},
-    "FP8 Kahan": {"storage": "grid_kahan"},
-    "12-bit float": {"storage": "grid_wide4"},
+    "grid Kahan": {"storage": "grid_kahan"},
+    "wider float": {"storage": "grid_wide4"},  # four bits of mantissa more
     "residual 2": {"storage": "grid_residual2"},
     "residual 4": {"storage": FOUR},
     "residual 8": {"storage": "grid_residual8"},
@@ -57,8 +67,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "S^1": {"rule": "stiffness_adamw", "power": 1.0, "storage": GRID},
     "S^-1, residual 4": {"rule": "stiffness_adamw", "power": -1.0, "storage": FOUR},
     "fp32": {"storage": "fp32"},  # products see float32
-    "fp32, noise": {"rule": NOISY, "storage": "fp32"},
-    "master, noise": {"rule": NOISY, "storage": "master"},
+    "fp32, noise": {"rule": "noisy", "storage": "fp32"},
+    "master, noise": {"rule": "noisy", "storage": "master"},
+    # added when E4M3 was known
+    "Muon, master": {"rule": "muon", "storage": "master"},
+    "Muon, residual 4": {"rule": "muon", "storage": FOUR},
+    "Muon, 8-bit moments": {"rule": "muon", "storage": GRID, "moments": "dynamic8"},
 }
 
 
@@ -67,26 +81,31 @@ HOLDS, REFUTED, OPEN, NO_CASE = "holds", "refuted", "not decided", "no occasion"
 Losses = Mapping[str, Sequence[float]]  # of a panel: by method, one a checkpoint
 
 
-def arms(fmt: str) -> dict[str, Arm]:
+def arms(panel: str) -> dict[str, Arm]:
     "The arms of a panel, by name."
-    usual = {"format": fmt, "rule": "adamw", "checkpoint": PROTOCOLS["bench-1"].tune[0]}
-    return {name: Arm(**usual | how) for name, how in METHODS.items()}
+    usual = PANELS[panel] | {"rule": "adamw", "checkpoint": PROTOCOLS["bench-1"].tune[0]}
+    noisy = NOISY[PANELS[panel]["granularity"]]
+    def rule(how: dict[str, Any]) -> dict[str, str]:
+        return {"rule": noisy} if how.get("rule") == "noisy" else {}
+    return {name: Arm(**usual | how | rule(how)) for name, how in METHODS.items()}
 
 
-def same_arm(row: Mapping[str, Any], arm: Arm) -> bool:
-    "Whether a row is of an arm, whatever its rate, its seed and its checkpoint."
-    return replace(arm_of(row), lr=arm.lr, seed=arm.seed, split=arm.split,
-                   checkpoint=arm.checkpoint, corpus=arm.corpus) == arm
+def confirmed(rows: Iterable[Mapping[str, Any]], fmt: str) -> dict[str, dict[str, Any]]:
+    "The confirming rows of a panel's methods: by name, then by checkpoint."
+    names = {arm: name for name, arm in arms(fmt).items()}
+    like, found = next(iter(names)), {}
+    for row in rows:
+        if row["stage"] != "confirm" or row["format"] != PANELS[fmt]["format"]: continue
+        name = names.get(cell_of(row, like))
+        if name: found.setdefault(name, {})[row["checkpoint"]] = row
+    return found
 
 
 def losses_of(rows: Iterable[Mapping[str, Any]], fmt: str) -> dict[str, list[float]]:
     "The confirmed losses of a panel's finished methods, in the order of the checkpoints."
-    confirmed = [row for row in rows if row["stage"] == "confirm" and row["format"] == fmt]
-    order, found = PROTOCOLS["bench-1"].confirm, {}
-    for name, arm in arms(fmt).items():
-        ends = {row["checkpoint"]: row["val_loss"] for row in confirmed if same_arm(row, arm)}
-        if set(ends) >= set(order): found[name] = [ends[c] for c in order]
-    return found
+    order = PROTOCOLS["bench-1"].confirm
+    return {name: [ends[c]["val_loss"] for c in order]
+            for name, ends in confirmed(rows, fmt).items() if set(ends) >= set(order)}
 
 
 def above(losses: Losses, method: str, other: str) -> Interval:
@@ -94,10 +113,12 @@ def above(losses: Losses, method: str, other: str) -> Interval:
     return interval(a - b for a, b in zip(losses[method], losses[other], strict=True))
 
 
-def weight_bits(method: str) -> float:
-    "The bits of a weight and of what remembers for it."
+def weight_bits(method: str, panel: str) -> float:
+    "The bits of a weight, of what remembers for it, and of its share of a block's scale."
     kind: Storage = STORAGES[METHODS[method]["storage"]]
-    return kind.bits
+    if kind.fmt or not kind.on_grid: return kind.bits
+    how = PANELS[panel]
+    return get_format(how["format"]).bits + kind.residual_bits + SCALE_BITS[how["granularity"]]
 
 
 def equal(found: Interval) -> str:
@@ -120,12 +141,13 @@ def together(verdicts: Iterable[str]) -> str:
 
 
 EXPECTED = ("stochastic", "ECO", "residual 2", "residual 4")  # on the frontier
-WIDE = ("bf16 stochastic", "bf16 Kahan", "split 8", "FP8 Kahan", "residual 8")
+WIDE = ("bf16 stochastic", "bf16 Kahan", "split 8", "grid Kahan", "residual 8")
 
 
 def frontier_of_weights(losses: Losses, fmt: str) -> str:
     "Prediction 1."
-    small = [m for m in METHODS if weight_bits(m) <= 12 and m not in EXPECTED]
+    most = weight_bits("residual 4", fmt)
+    small = [m for m in METHODS if weight_bits(m, fmt) <= most and m not in EXPECTED]
     for m in small:
         if all(above(losses, m, other).high < 0 for other in EXPECTED): return REFUTED
     return at_most(above(losses, "residual 4", "master"))
@@ -133,7 +155,7 @@ def frontier_of_weights(losses: Losses, fmt: str) -> str:
 
 def equal_bits(losses: Losses, fmt: str) -> str:
     "Prediction 2."
-    return equal(above(losses, "12-bit float", "residual 4"))
+    return equal(above(losses, "wider float", "residual 4"))
 
 
 def sixteen_bits(losses: Losses, fmt: str) -> str:
@@ -173,6 +195,36 @@ def noise_alone(losses: Losses, fmt: str) -> str:
     return HOLDS if above(losses, "master, noise", "master").high < 0 else REFUTED
 
 
+LEAST_COST = 0.06  # nats
+
+
+def four_bits(losses: Losses, fmt: str) -> str:
+    "Prediction 8."
+    if get_format(PANELS[fmt]["format"]).bits != 4: return NO_CASE
+    found = above(losses, "stochastic", "residual 4")
+    if found.high < LEAST_COST: return REFUTED
+    return HOLDS if found.low >= LEAST_COST else OPEN
+
+
+def finer_scales(mx: Losses, nv: Losses) -> str:
+    "Prediction 9."
+    found = interval(a - b for a, b in zip(nv["stochastic"], mx["stochastic"], strict=True))
+    if found.low > 0: return REFUTED
+    return HOLDS if found.high < 0 else OPEN
+
+
+LEAD = 0.04  # nats
+
+
+def muons_lead(losses: Losses, fmt: str) -> str:
+    "Prediction 10."
+    return together([
+        at_most(above(losses, "Muon, master", "master"), -LEAD),
+        at_most(above(losses, "Muon, residual 4", "Muon, master")),
+        at_most(above(losses, "Muon, 8-bit moments", "Muon")),
+    ])
+
+
 PREDICTIONS: dict[str, Callable[[Losses, str], str]] = {
     "the frontier of weights": frontier_of_weights,
     "twelve bits, two ways": equal_bits,
@@ -181,6 +233,8 @@ PREDICTIONS: dict[str, Callable[[Losses, str], str]] = {
     "moments in eight bits": small_moments,
     "geometry": geometry,
     "noise alone": noise_alone,
+    "what four bits cost": four_bits,
+    "Muon's lead": muons_lead,
 }
 
 
@@ -196,12 +250,14 @@ def frontier(points: Mapping[str, tuple[float, float]]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--format", default=",".join(FORMATS))
+    parser.add_argument("--panel", default=",".join(PANELS))
+    parser.add_argument("--method", action="append", choices=list(METHODS))
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
-    failed = 0
-    for fmt in args.format.split(","):
-        named = list(arms(fmt).items())
+    failed, panels = 0, args.panel.split(",")
+    if not set(panels) <= set(PANELS): parser.error(f"the panels are {', '.join(PANELS)}")
+    for panel in panels:
+        named = [(n, arm) for n, arm in arms(panel).items() if n in (args.method or METHODS)]
         for k in range(0, len(named), AT_ONCE):  # so that what is stopped has confirmed arms
             failed += Trial(dict(named[k : k + AT_ONCE]), args.out).run(args.workers)
     return min(failed, 1)
