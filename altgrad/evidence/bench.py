@@ -241,6 +241,7 @@ class Trial(Sweep):
         arms: Mapping[str, Arm],  # by role, or whatever they are called
         out: Path | str,  # the ledger's folder; several trials may share one
         protocol: Protocol = PROTOCOLS["bench-1"],
+        accept: Iterable[str] = (),  # codes whose rows count as this code's, see `Sweep`
     ):
         where: dict[str, Any] = {"corpus": protocol.corpus, "checkpoint": protocol.tune[0]}
         self.protocol = protocol
@@ -252,7 +253,7 @@ class Trial(Sweep):
             tuning, (CONFIRM_SEED,), protocol.points, protocol.most, task=protocol.task,
             confirm_checkpoints=protocol.confirm,
         )
-        super().__init__(matrix, out, protocol.bench())
+        super().__init__(matrix, out, protocol.bench(), accept)
 
     def loss(self, arm: Arm) -> Loss | None:
         "The uncapped loss of a run; None if it was not made."

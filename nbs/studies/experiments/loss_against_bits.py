@@ -1,9 +1,11 @@
 """Tunes and confirms every way to keep and to move 8-bit weights, as `bench-1` does.
 
 python nbs/studies/experiments/loss_against_bits.py --out FOLDER [--panel E4M3,...] [--method NAME]
+                                                    [--accept CODE,...]
 
 The rows go to FOLDER/ledger.jsonl; what it holds is not run again, so that the command goes on where
-it was stopped. `python .ci/ledger.py FOLDER/ledger.jsonl nbs/results/bits` stores them for the page,
+it was stopped; rows of other code count as this code's where they are accepted: first replay some.
+`python .ci/ledger.py FOLDER/ledger.jsonl nbs/results/bits` stores them for the page,
 nbs/studies/loss_against_bits.ipynb, which says what is expected.
 """
 import argparse
@@ -253,13 +255,16 @@ def main() -> int:
     parser.add_argument("--panel", default=",".join(PANELS))
     parser.add_argument("--method", action="append", choices=list(METHODS))
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--accept", default="", help="codes of rows that are not run again")
     args = parser.parse_args()
     failed, panels = 0, args.panel.split(",")
     if not set(panels) <= set(PANELS): parser.error(f"the panels are {', '.join(PANELS)}")
     for panel in panels:
         named = [(n, arm) for n, arm in arms(panel).items() if n in (args.method or METHODS)]
         for k in range(0, len(named), AT_ONCE):  # so that what is stopped has confirmed arms
-            failed += Trial(dict(named[k : k + AT_ONCE]), args.out).run(args.workers)
+            failed += Trial(
+                dict(named[k : k + AT_ONCE]), args.out, accept=filter(None, args.accept.split(","))
+            ).run(args.workers)
     return min(failed, 1)
 
 
