@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 ISOLATED := env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME -u XDG_DATA_HOME HOME="$(CURDIR)/.venv/home" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test portable kills hostile verify referee bench style house evidence lab export notebooks readme docs quarto
+.PHONY: help demo test portable kills hostile verify referee replays bench style house evidence lab export notebooks readme docs quarto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -43,6 +43,9 @@ verify: $(INSTALLED) ## quantize all 2^32 float32 patterns in every 8-bit and OC
 
 referee: $(INSTALLED) ## compare the Triton kernels with the CPU path under Triton's interpreter, on all boundaries of every format (twenty minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python .ci/referee.py
+
+replays: $(INSTALLED) ## make twenty stored rows again, drawn by chance from every ledger, and compare (five minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python .ci/replays.py
 
 kills: $(INSTALLED) ## kill runs of every format before each of their file operations and at random moments (long)
 	@$(ISOLATED) $(BIN)/python .ci/kills.py

@@ -60,6 +60,18 @@ def test_results_are_of_commits_of_this_history():
     assert {name: gone for name, these in named.items() if (gone := these - known)} == {}
 
 
+def test_rows_that_were_made_again_are_of_the_ledgers_and_agree():
+    stored = json.loads((NBS / "results/replays.json").read_text(encoding="utf-8"))
+    known = {
+        run for p in (NBS / "results").rglob("*.parquet") if "run" in pq.read_schema(p).names
+        for run in pq.read_table(p, columns=["run"])["run"].to_pylist()
+    }
+    for name, facts in stored.items():
+        rows = facts["rows"]
+        assert len(rows) >= 20 and {row["run"] for row in rows} <= known, name
+        assert not [row["said"] for row in rows if not row["agrees"]], name
+
+
 @pytest.fixture
 def first_light() -> tuple[dict, pd.DataFrame, str]:
     """The stored bounds of the README's first table, the losses they come from,
