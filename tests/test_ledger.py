@@ -1,9 +1,13 @@
 """The stored ledger stands alone: its texts and checkpoints lie beside it, and a clone can replay
 its rows with nothing else."""
 import lzma
+import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from altgrad.basics import InputError
@@ -44,6 +48,27 @@ def test_ledger_is_light():
         )
         < 16e6
     )
+
+
+CARD = (LEDGER / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_cards_two_lines_load_every_row(rows, tmp_path):
+    lines = CARD.split("```python\n")[1].split("```")[0]
+    asked = "print(table.run.nunique(), len(rows), rows[0]['run'] in set(table.run))"
+    got = subprocess.run(
+        [sys.executable, "-c", lines + asked], cwd=LEDGER.parents[2], capture_output=True,
+        text=True, check=True, env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+    )
+    stored = sum(pq.read_metadata(p).num_rows for p in LEDGER.glob("*.parquet"))
+    assert got.stdout.split() == [str(stored), str(stored), "True"]
+
+
+def test_the_card_names_every_column():
+    tables = [p for folder in (LEDGER, LEDGER.parent / "bits", LEDGER.parent / "narrow")
+              for p in folder.rglob("*.parquet")]
+    columns = {name for p in tables for name in pq.read_schema(p).names}
+    assert len(columns) > 50 and {name for name in columns if f"`{name}`" not in CARD} == set()
 
 
 def test_a_packed_text_is_the_folder_that_was_packed(tmp_path):
