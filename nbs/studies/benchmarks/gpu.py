@@ -157,7 +157,7 @@ def limited(command: list[str], seconds: float, log: Path) -> str | None:
     try: code = child.wait(seconds)
     except subprocess.TimeoutExpired: return f"ended after {said(seconds)}, its limit"
     finally:
-        with suppress(ProcessLookupError): os.killpg(child.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError): os.killpg(child.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired): child.wait(10)  # what hangs in the driver may stay
     if not code: return None
     last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-30:]
