@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 ISOLATED := env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME -u XDG_DATA_HOME HOME="$(CURDIR)/.venv/home" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test portable kills hostile verify referee replays bench style house evidence lab export notebooks readme docs quarto
+.PHONY: help demo test portable kills hostile verify referee replays bench gpu style house evidence lab export notebooks readme docs quarto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,12 @@ hostile: $(INSTALLED) ## thousands of generated hostile inputs: each must be ref
 
 bench: $(INSTALLED) ## time the code against other libraries; libraries in folders of their own: make bench PEERS=FOLDER
 	@for script in nbs/studies/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+# make gpu DEVICE=cpu BUDGET=3m is a dry run, far smaller, into runs/gpu.
+DEVICE ?= cuda
+BUDGET ?= 40m
+gpu: $(INSTALLED) ## on a machine with a GPU: all that was written for one, in order of worth, within BUDGET=40m (resumable)
+	@$(BIN)/python nbs/studies/benchmarks/gpu.py --device "$(DEVICE)" --budget "$(BUDGET)"
 
 style: $(INSTALLED) ## measure how the code reads, beside what is wanted
 	@$(BIN)/python .ci/style.py

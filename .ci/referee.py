@@ -7,10 +7,10 @@ import json
 import os
 import time
 import warnings
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Callable, Iterator, NamedTuple
 
-os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+if __name__ == "__main__": os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import numpy as np
 import torch
@@ -28,6 +28,22 @@ SAMPLE = ("E0M7", "E4M3", "E5M2", "E7M0", "float4_e2m1fn", "mxint8", "float8_e4m
 MODES = ("nearest", "toward_zero", "up", "down", "away", "stochastic")
 EXTREMES = (2.0**-149, 2.0**-126, 1e-38, 2.0**127, 3e38)  # scales, as float32
 COUNTED = ("count", "overflow", "underflow", "nan", "inf", "amax", "histogram")
+
+
+class Kernels(NamedTuple):
+    "What is judged, and the device on which it computes."
+    fake_quantize: Callable = triton_fake_quantize
+    stats: Callable = triton_stats
+    blocks: Callable = triton_blocks
+    device: str = "cpu"
+
+    def call(self, kernel: Callable, *args: Any, **kwargs: Any) -> Any:
+        "The answer of one of the three, its tensors given there."
+        there = [a.to(self.device) if isinstance(a, Tensor) else a for a in args]
+        return kernel(*there, **kwargs)
+
+
+TRITON = Kernels()
 
 
 class Case(NamedTuple):
@@ -52,52 +68,59 @@ def numbers(fmt: FP8Format, scale: float, most: int) -> Tensor:
     return torch.from_numpy(bits.view(np.float32))
 
 
-def both(name: str, f: Callable, g: Callable, *args: Any, **kwargs: Any) -> Case:
+def both(kernels: Kernels, *args: Any, **kwargs: Any) -> Case:
     "One call on both paths."
-    return Case(f"{name} {kwargs}", f(*args, **kwargs), g(*args, **kwargs))
+    given = kernels.call(kernels.fake_quantize, *args, **kwargs).cpu()
+    return Case(f"fake_quantize {kwargs}", given, fake_quantize(*args, **kwargs))
 
 
-def rounded(fmt: FP8Format, most: int) -> Iterator[Case]:
+def rounded(fmt: FP8Format, most: int, kernels: Kernels) -> Iterator[Case]:
     "Modes and policies, scales of every shape, and numbers of random bits."
     x, key = numbers(fmt, 1.0, most), rounding_key(5, 9, 2)
-    call = ("fake_quantize", triton_fake_quantize, fake_quantize)
     policies = ("saturate",) if fmt.specials == "none" else ("saturate", "special")
     for rounding in MODES:
         more = {"key": key} if rounding == "stochastic" else {}
         for overflow in policies:
-            yield both(*call, x, fmt, rounding=rounding, overflow=overflow, **more)
+            yield both(kernels, x, fmt, rounding=rounding, overflow=overflow, **more)
     for bits in (1, 8, 23):
-        yield both(*call, x, fmt, rounding="stochastic", key=key, random_bits=bits)
+        yield both(kernels, x, fmt, rounding="stochastic", key=key, random_bits=bits)
     for i, scale in enumerate(map(float, np.array((*SCALES, *EXTREMES), np.float32))):
         near = numbers(fmt, scale, most) if i < len(SCALES) else x
-        for overflow in policies: yield both(*call, near, fmt, scale, overflow=overflow)
+        for overflow in policies: yield both(kernels, near, fmt, scale, overflow=overflow)
     rows = x[: len(x) // 8 * 8].view(8, -1)
     for scale in (torch.rand(8, 1), torch.rand(rows.shape[1]), torch.rand(rows.shape)):
-        yield both(*call, rows, fmt, scale + 0.1)
-    yield both(*call, rows.t(), fmt)
+        yield both(kernels, rows, fmt, scale + 0.1)
+    yield both(kernels, rows.t(), fmt)
 
 
-def counted(fmt: FP8Format, most: int) -> Iterator[Case]:
+def counted(fmt: FP8Format, most: int, kernels: Kernels) -> Iterator[Case]:
     "Results, counts and histograms; sums of squares, added in another order."
     x = numbers(fmt, 1.0, most)
     for scale, more in ((1.0, {}), (0.7, {}), (1.0, dict(rounding="stochastic", key=3))):
-        y, given = triton_stats(x, fmt, scale, **more)
+        y, given = kernels.call(kernels.stats, x, fmt, scale, **more)
         right_y, right = quantize_stats(x, fmt, scale, **more)
-        yield Case(f"stats {scale} {more}", y, right_y)
-        for name in COUNTED: yield Case(name, getattr(given, name), getattr(right, name))
+        yield Case(f"stats {scale} {more}", y.cpu(), right_y)
+        for name in COUNTED: yield Case(name, getattr(given, name).cpu(), getattr(right, name))
         yield from squares(given, right)
 
 
 def squares(given: QuantStats, right: QuantStats) -> Iterator[Case]:
     "Whether sums are the same but for the order in which they are added."
     for name in ("squared_error", "squares"):
-        a, b = getattr(given, name), getattr(right, name)
+        a, b = getattr(given, name).cpu(), getattr(right, name)
         # n terms of one sign, in any order: within n 2^-52 of each other, relatively
         near = (a - b).abs() <= int(right.count) * 2.0**-52 * b.abs()
         yield Case(name, near | (a == b), torch.tensor(True))
 
 
-def in_blocks(fmt: FP8Format, most: int) -> Iterator[Case]:
+def plain_blocks(x: Tensor, fmt: FP8Format, block: int) -> tuple[Tensor, Tensor]:
+    "Codes and scales of blocks by the path of any device."
+    kind = BlockScales(block)
+    kept = kind.start(x, fmt)
+    return fmt.to_bits(quantize(x, fmt, kind.divisor(kept, x.shape))), kept["scale"]
+
+
+def in_blocks(fmt: FP8Format, most: int, kernels: Kernels) -> Iterator[Case]:
     "Codes and scales of blocks: mixed numbers, Gaussian ones of every size, subnormal ones."
     x = numbers(fmt, 1.0, most)
     if fmt.code_nan is None: x = x.nan_to_num(0.0, torch.inf, -torch.inf)
@@ -105,20 +128,19 @@ def in_blocks(fmt: FP8Format, most: int) -> Iterator[Case]:
     small = torch.arange(1, 2**24, 2**13 - 1, dtype=torch.int32).view(torch.float32)
     for part in (x[torch.randperm(len(x))][None], torch.randn(len(sizes), 70) * sizes, small[None]):
         for block in (1, 5, 16, 32):
-            codes, scales = triton_blocks(part, fmt, block)
-            kind = BlockScales(block)
-            kept = kind.start(part, fmt)
-            right = fmt.to_bits(quantize(part, fmt, kind.divisor(kept, part.shape)))
-            yield Case(f"codes of {block}", codes, right)
-            yield Case(f"scales of {block}", scales, kept["scale"])
+            given, right = kernels.call(kernels.blocks, part, fmt, block), plain_blocks(part, fmt, block)
+            for what, a, b in zip(("codes", "scales"), given, right):
+                yield Case(f"{what} of {block}", a.cpu(), b)
 
 
-def judged(fmt: FP8Format, most: int) -> dict[str, Any]:
-    "How many answers were compared, and the first that differs."
+def judged(
+    fmt: FP8Format, most: int, kernels: Kernels = TRITON, cases: int | None = None,
+) -> dict[str, Any]:
+    "How many answers of all cases, or the first so many, were compared, and what differs."
     start, compared, wrong = time.perf_counter(), 0, list[str]()
-    cases = chain(rounded(fmt, most), counted(fmt, most),
-                  in_blocks(fmt, most) if fmt.signed and fmt.bits <= 8 else ())
-    for case in cases:
+    every = chain(rounded(fmt, most, kernels), counted(fmt, most, kernels),
+                  in_blocks(fmt, most, kernels) if fmt.signed and fmt.bits <= 8 else ())
+    for case in islice(every, cases):
         compared += case.given.numel()
         bad = differing(case.given, case.right).flatten().nonzero().flatten()
         if len(bad):

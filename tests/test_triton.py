@@ -36,7 +36,6 @@ def test_kernels_give_the_bits_of_the_cpu_path():
 
 
 def test_the_comparison_sees_one_bit(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the script sets it: here it is taken back
     script = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "referee_script", script)
     spec.loader.exec_module(script)

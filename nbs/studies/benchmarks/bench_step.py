@@ -54,8 +54,7 @@ PARTS = {  # operators and marked calls, by the beginning of their names
     "GELU and LayerNorm": ("aten::gelu", "aten::native_layer_norm"),
     "optimizer": ("Optimizer.step",),
 }
-BATCHES = {"demo": (32, 64), "16 x 128": (16, 128), "8 x 128": (8, 128), "32 x 128": (32, 128), "64 x 128": (64, 128),
-           "64 x 256": (64, 256), "256 x 256": (256, 256)}
+BATCHES = {"demo": (32, 64)}  # sequences and tokens of each; the others say both in their names
 SIZES = {
     "cpu": {
         "gpt-tiny": ("demo", "16 x 128", "8 x 128", "32 x 128", "64 x 128"),
@@ -66,6 +65,7 @@ SIZES = {
         "gpt-10m": ("8 x 128", "16 x 128", "32 x 128", "64 x 128", "64 x 256", "256 x 256"),
     },
 }
+LARGE = {"gpt-124m": GPTConfig(12, 12, 768, block_size=1024, vocab_size=50304)}  # for a GPU
 GROWTH = {
     "1M": GPTConfig(5, 4, 128), "3M": GPTConfig(4, 8, 256), "10M": preset("gpt-10m"),
     "25M": GPTConfig(8, 8, 512), "100M": GPTConfig(14, 12, 768),
@@ -182,8 +182,9 @@ def profile(step, device: str, steps: int = 5) -> dict[str, float]:
 def case(options: argparse.Namespace) -> dict:
     "One case, in this process."
     kind, model, batch, names = options.case
-    config = GROWTH[model] if model in GROWTH else preset(model)
-    size = BATCHES[batch]
+    more = {**GROWTH, **LARGE}
+    config = more[model] if model in more else preset(model)
+    size = BATCHES.get(batch) or tuple(map(int, batch.split(" x ")))
     names = names.split(",")
     if kind == "memory":
         step = make_step(
