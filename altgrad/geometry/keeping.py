@@ -15,16 +15,26 @@ from torch import Tensor
 from ..numbers.formats import FP8Format, get_format, spec_of, ulp
 from ..numbers.kernels import uniform
 from ..numbers.quantize import fake_quantize
-from .spacing import code_coordinate
+from .spacing import check_sign_magnitude
 
 # %% ../../nbs/geometry/02_keeping.ipynb #c6588f36
+# of a float: the integers of its size, its mantissa bits and its bias
+_LAYOUT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
+
 def pack(
     q: Tensor,  # float32 values of the format (already divided by the scale), any shape
     fmt: FP8Format,
 ) -> Tensor:  # uint8 or int32 codes; for bfloat16 a bfloat16 tensor
     "The codes of values that lie on the grid."
     if fmt.name == "bfloat16": return q.to(torch.bfloat16)
-    code = code_coordinate(q.abs(), fmt)
+    check_sign_magnitude(fmt)
+    fits = q.dtype == torch.float32 and fmt.min_exponent > -126
+    a = q.abs() if fits else q.double().abs()
+    whole, mantissa, bias = _LAYOUT[a.dtype]
+    # from the first binade on, exponent and mantissa side by side count the codes
+    first, unit = fmt.min_exponent + bias - 1 << fmt.mantissa_bits, 1 / fmt.min_spacing
+    code = (a.view(whole) >> mantissa - fmt.mantissa_bits) - first
+    code = torch.where(a < 2.0**fmt.min_exponent, (a * unit).to(whole), code)
     return torch.where(q.signbit(), code + fmt.magnitudes, code).to(fmt.code_dtype)
 
 # %% ../../nbs/geometry/02_keeping.ipynb #b206c764

@@ -166,14 +166,16 @@ def _spread(held: Mapping[str, Tensor], granularity: str | int, shape: torch.Siz
     return held["scale"] if kind is None else kind.divisor(held, shape)
 
 # %% ../../nbs/geometry/03_storage.ipynb #dae58621
-def _write_counts(to: GridTensor, before: Tensor, w: Tensor, codes: Tensor) -> Tensor:
+def _write_counts(
+    to: GridTensor, before: Tensor, w: Tensor, rounded: Tensor, codes: Tensor
+) -> Tensor:
     """Count what writing `w` over the weights `before` does: weights, those beyond the range of
     the scale, those rounded to zero, those to be moved, those moved."""
     moved = w != before
     return torch.stack([
         torch.full_like(moved.sum(), w.numel()),
         (w.abs() > to.fmt.max * to.scale).sum(),
-        ((w != 0) & (unpack(codes, to.fmt) == 0)).sum(),
+        ((w != 0) & (rounded == 0)).sum(),
         moved.sum(),
         (moved & (codes != to.codes)).sum(),
     ])
@@ -194,8 +196,9 @@ def write(
     old = to.scale
     held = _grown_scales(to, w, old, key)
     scale = _spread(held, to.granularity, to.shape)
-    codes = pack(kind.round(w / scale, fmt, key), fmt)
-    how["counts"] += _write_counts(to, before, w, codes)
+    rounded = kind.round(w / scale, fmt, key)
+    codes = pack(rounded, fmt)
+    how["counts"] += _write_counts(to, before, w, rounded, codes)
     if to.residual is not None:
         to.residual.copy_(cast(Tensor, kind.remember(w / scale, unpack(codes, fmt), fmt, key)))
     to.rescales += (scale > old).any()
