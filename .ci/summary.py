@@ -69,26 +69,37 @@ def content() -> list[tuple[str, Any]]:
         ("head", "Which format gains most"),
         ("table", table("the_answer", "| the weights are kept as")),
         ("picture", outputs("the_answer", "image/png")[0]),
-        ("text", "A gain is how far the best rule ends below tuned AdamW, the weights being kept in the same way, in "
-                 "nats for each byte of text. S is the distance from a weight to the next number of its format; S^p "
-                 "multiplies AdamW's step by S to the power p and keeps the step's length."),
+        ("text", (
+            "A gain is how far the best rule ends below tuned AdamW, the weights being kept in the same way, in "
+            "nats for each byte of text. S is the distance from a weight to the next number of its format; "
+            "S^p multiplies AdamW's step by S to the power p and keeps the step's length."
+        )),
         ("head", "Why"),
-        ("text", "Under stochastic rounding a format pays for its rounding noise: noise times one constant predicts what "
-                 f"a format costs that was left out (R² of the logarithm {law}), and so the slope in p. Foretold for "
-                 f"formats of four and six bits before they were run: {blocks[0].lower()}{blocks[1:]}. {missed}. "
-                 "Under nearest rounding a format pays for the weights that no longer move."),
+        ("text", (
+            "Under stochastic rounding a format pays for its rounding noise: noise times one constant predicts what "
+            f"a format costs that was left out (R² of the logarithm {law}), and so the slope in p. Foretold for "
+            f"formats of four and six bits before they were run: {blocks[0].lower()}{blocks[1:]}. "
+            f"{missed}. "
+            "Under nearest rounding a format pays for the weights that no longer move."
+        )),
         ("head", "What to do: the cheapest way to keep a weight, by AdamW"),
         ("table", table("loss_against_bits", "| format |", after="By AdamW")),
-        ("text", "Nats above AdamW with FP32 master weights (96 bits in all with its moments). A weight on the grid that "
-                 "remembers two or four bits of what rounding dropped needs no master copy, and no rule that knows the "
-                 "geometry."),
+        ("text", (
+            "Nats above AdamW with FP32 master weights (96 bits in all with its moments). A weight on the grid that "
+            "remembers two or four bits of what rounding dropped needs no master copy, and no rule that knows the "
+            "geometry."
+        )),
         ("head", "What was expected and did not happen"),
-        ("text", f"Refuted: {verdicts('the_answer', '| hypothesis')}. Of loss against bits: "
-                 f"{verdicts('loss_against_bits', '| prediction')}."),
+        ("text", (
+            f"Refuted: {verdicts('the_answer', '| hypothesis')}. Of loss against bits: "
+            f"{verdicts('loss_against_bits', '| prediction')}."
+        )),
         ("head", "The strongest objection"),
-        ("text", f"All this is one model of 0.1M weights, fine-tuned for {Task().steps} updates on one text, and once more "
-                 "with the two texts exchanged. Whether it holds for larger models and longer runs is not known: the runs "
-                 "that would say so are written down and not made."),
+        ("text", (
+            f"All this is one model of 0.1M weights, fine-tuned for {Task().steps} updates on one text, and once more "
+            "with the two texts exchanged. Whether it holds for larger models and longer runs is not known: the runs "
+            "that would say so are written down and not made."
+        )),
     ]
 
 
