@@ -2,6 +2,7 @@
 it changes no bit and holds no tensor, and input that would break it."""
 import gc
 import json
+import math
 import weakref
 
 import faults
@@ -336,3 +337,220 @@ def test_two_models_against_each_other_have_no_gradient_that_was_forgotten():
             recorder.loss(-other(made).mean()).backward()
             optimizers[0].step()
     assert recorder.cause is None
+
+
+# what was named wrongly once
+
+
+def steps_of(model, optimizer, told, steps, before=lambda step: None, x=None):
+    "A loop of regression whose `before` is called with each step's number."
+    g = torch.Generator().manual_seed(1)
+    for step in range(1, steps + 1):
+        before(step)
+        given = torch.randn(16, 8, generator=g) if x is None else x
+        told(model(given).float().square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Spiky(nn.Linear):
+    "A layer whose last channel is a thousand times as large from the step `now` on."
+    now, factor = False, 1e3
+
+    def forward(self, x):
+        y = super().forward(x)
+        if not self.now: return y
+        return y * torch.where(torch.arange(y.shape[-1]) == y.shape[-1] - 1, self.factor, 1.0).to(y.dtype)
+
+
+class Divides(nn.Linear):
+    "A layer that divides by a scale of zero from the step `now` on."
+    now = False
+
+    def forward(self, x): return super().forward(x / 0 * 0 if self.now else x)
+
+
+class Spared(nn.Module):
+    "Two layers; the second never sees the last channel of the first."
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = Spiky(8, 17), Divides(16, 4)
+
+    def forward(self, x): return self.b(self.a(x)[..., :16])
+
+
+@pytest.mark.parametrize("broke", (4, 20))
+def test_an_outlier_that_did_no_harm_is_not_what_broke(broke):
+    model = Spared()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    def before(step): model.a.now, model.b.now = step >= 3, step >= broke
+    with altgrad.record(model, sgd) as recorder:
+        steps_of(model, sgd, recorder.loss, broke + 2, before)
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("zero scale", "b", broke)
+
+
+def test_an_outlier_that_overflows_is_what_broke():
+    torch.manual_seed(0)
+    model = nn.Sequential(Spiky(8, 16), nn.Linear(16, 4)).half()
+    with torch.no_grad(): model[1].weight.fill_(4.0)
+    model[0].factor = 3e4
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    def before(step): model[0].now = step >= 5
+    with altgrad.record(model, sgd) as recorder:
+        steps_of(model, sgd, recorder.loss, 7, before, x=torch.ones(16, 8).half())
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("outlier channel", "0", 5)
+
+
+@pytest.mark.parametrize("layer", (nn.Linear(8, 8), nn.LayerNorm(8)), ids=("linear", "norm"))
+def test_a_number_that_is_not_finite_in_a_bias_is_not_the_layers_arithmetic(layer):
+    model = nn.Sequential(nn.Linear(8, 8), layer)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    def before(step):
+        if step == 5: layer.bias.data[3] = torch.nan
+    with altgrad.record(model, sgd) as recorder: steps_of(model, sgd, recorder.loss, 7, before)
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("changed outside a step", "1", 5)
+    assert "nan" in cause.said
+
+
+def test_weights_that_are_not_finite_from_the_beginning_are_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].bias.data[0] = torch.inf
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd) as recorder: steps_of(model, sgd, recorder.loss, 3)
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("initial weights not finite", "1", 1)
+
+
+def test_a_step_that_makes_nan_of_finite_numbers_is_named():
+    "Adam without an epsilon divides 0 by 0 where an input, and so a gradient, is always zero."
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3, eps=0.0)
+    x = torch.rand(16, 8)
+    x[:, 0] = 0
+    with altgrad.record(model, adam) as recorder: steps_of(model, adam, recorder.loss, 3, x=x)
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("NaN from the optimizer", "0", 1)
+
+
+@pytest.mark.parametrize("rate", (math.nan, math.inf))
+def test_a_rate_that_is_no_number_is_named(rate, tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    def before(step): sgd.param_groups[0]["lr"] = rate if step >= 5 else 0.01
+    with altgrad.record(model, sgd, folder=tmp_path) as recorder:
+        steps_of(model, sgd, recorder.loss, 7, before)
+    for cause in (recorder.cause, first_cause(read_recording(tmp_path))):
+        assert (cause.kind, cause.layer, cause.step) == ("rate is not finite", "", 5)
+        assert f"rate is {rate}" in cause.said
+
+
+
+def test_recorder_and_autopsy_agree_on_a_slow_divergence(tmp_path, capsys):
+    "The loss grows by 1 % a step: the last 16 steps alone do not show that it has tripled."
+    model = nn.Linear(8, 8)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    with altgrad.record(model, sgd, folder=tmp_path, last=16) as recorder:
+        x = torch.randn(4, 8)
+        for step in range(300):
+            recorder.loss(model(x).square().mean() * 0 + 1.01**step).backward()
+            sgd.step()
+            sgd.zero_grad()
+    told = capsys.readouterr().err.splitlines()
+    again = first_cause(read_recording(tmp_path))
+    # at step n + 1 the loss is 1.01^n, and the median of those before it 1.01^((n - 1) / 2)
+    first = next(n for n in range(300) if 1.01 ** (n - (n - 1) / 2) > 3) + 1
+    assert len(told) == 1 and again.step == first and str(again) in told[0]
+    assert "in the median" in again.said
+
+
+def test_a_normalization_with_stored_statistics_is_not_accused_of_its_epsilon():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model[1].running_var.fill_(1e4)
+    model[1].eval()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd) as recorder: steps_of(model, sgd, recorder.loss, 8)
+    assert recorder.cause is None
+
+
+def test_conv1d_of_transformers_is_a_linear_layer(tmp_path):
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(12, 8), nn.ReLU(), Conv1D(4, 12))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd, folder=tmp_path, dump=True) as recorder:
+        steps_of(model, sgd, recorder.loss, 4)
+    r = recorder.recording
+    assert [(x["kind"], x["fan_in"]) for x in r.layers] == [("Linear", 8), ("other", None), ("Linear", 12)]
+    # so many roundings in a sum
+    assert 0 <= r.get("0", "output", "error").max() < 8 * 2.0**-24
+    lost = what_if(tmp_path, "E4M3")
+    assert [one.layer for one in lost] == ["0", "2"] and all(0 < one.error_weight < 0.1 for one in lost)
+
+
+@pytest.mark.parametrize("layers, words", (
+    ({"a": {"input": torch.ones(4, 3), "weight": torch.ones(5, 7)}}, "input"),
+    ({"a": {"gradient": torch.ones(4, 3), "weight": torch.ones(5, 7)}}, "gradient"),
+    ({"a": {"input": torch.ones(4, 7), "gradient": torch.ones(3, 5), "weight": torch.ones(5, 7)}}, "rows"),
+    ({"a": {"input": torch.tensor(1.0), "weight": torch.ones(5, 7)}}, "input"),
+    ({"a": {"input": torch.ones(0, 7), "weight": torch.ones(5, 7)}}, "input"),
+    ({"a": {"input": torch.ones(4, 7, dtype=torch.complex64), "weight": torch.ones(5, 7)}}, "input"),
+    ({"a": {"weight": torch.ones(5, 7, dtype=torch.int32)}}, "weight"),
+    ({"a": {"weight": torch.ones(5)}}, "weight"),
+    ({"a": {"weight": torch.ones(0, 7)}}, "weight"),
+    ({"a": {"weight": torch.ones(5, 7), "other": torch.ones(1)}}, "other"),
+    ({"a": {"input": torch.tensor(1.0), "weight": torch.ones(5, 7, 3)}}, "input"),
+    ({3: {"weight": torch.ones(5, 7)}}, "name"),
+    ({"a": {"weight": torch.ones(5, 7).to_sparse()}}, "weight"),
+))
+def test_a_dump_whose_tensors_do_not_fit_is_refused_in_one_line(layers, words, tmp_path, capsys):
+    torch.save({"altgrad_dump": 1, "step": 1, "layers": layers}, tmp_path / "dump.pt")
+    assert main(["what-if", str(tmp_path), "--format", "E5M2"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and words in said
+
+
+def test_two_optimizers_in_turn_make_one_step_an_iteration():
+    torch.manual_seed(0)
+    one, other = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (one, other)]
+    with altgrad.record([one, other], optimizers) as recorder:
+        for i in range(10):
+            made = one(torch.randn(8, 4))
+            optimizers[1].zero_grad()
+            (other(made.detach()) - other(torch.randn(8, 4))).mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            (-other(made).mean()).backward()
+            optimizers[0].step()
+    assert recorder.recording.steps == list(range(1, 11)) and recorder.cause is None
+
+
+@pytest.mark.parametrize("each", (1, 3))
+def test_an_optimizer_that_rests_ends_no_step_and_holds_none_up(each):
+    "The second optimizer steps once in `each` iterations, and at first not at all."
+    torch.manual_seed(0)
+    one, other = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (one, other)]
+    with altgrad.record([one, other], optimizers) as recorder:
+        for i in range(24):
+            other(one(torch.randn(8, 4))).square().mean().backward()
+            optimizers[0].step()
+            if i >= 12 and i % each == 0: optimizers[1].step()
+            for o in optimizers: o.zero_grad()
+    # the first iteration waits for the second optimizer, which does not come
+    assert 22 <= len(recorder.recording.steps) <= 24 and recorder.cause is None
+
+
+def test_a_model_that_is_used_by_its_parts_is_recorded():
+    "Its own forward is never called, as in Lightning's training_step."
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd) as recorder:
+        steps_of(lambda x: model["b"](model["a"](x)), sgd, recorder.loss, 4)
+    assert recorder.recording.steps == [1, 2, 3, 4] and len(recorder.recording.losses()) == 4
+    assert recorder.recording.get("a", "input", "elements").tolist() == [16 * 8] * 4

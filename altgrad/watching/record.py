@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
 from .attempt import by_element, precision_of
-from .cause import Cause, first_cause, is_broken, rises_now
+from .cause import Cause, Usual, diverges, first_cause, is_broken
 from .loops import (WRAPPERS, LoopMeter, check_pair, codes_of, parts_of_loop,
                                     sampled, values_of)
-from .recording import (INDEX, Recording, enter, first_look, merge, plot_recording,
-                                        with_shares, write_recording)
+from .recording import (INDEX, Recording, enter, extreme, first_look, merge, note,
+                                        plot_recording, with_shares, write_recording)
 from .what_if import write_dump
 
 # %% ../../nbs/watching/13_record.ipynb #26d10d15
@@ -46,6 +46,16 @@ def _main(module: nn.Module) -> Any:
     "The parameter of a layer with the most elements, or None."
     return max(module.parameters(recurse=False), key=lambda p: p.numel(), default=None)
 
+def _transposed(module: nn.Module) -> bool:
+    "Whether a layer is a linear one whose weights are [inputs, outputs], as GPT-2's are."
+    kind = next((t for t in type(module).__mro__ if t.__name__ == "Conv1D"), None)
+    return kind is not None and kind.__module__ == "transformers.pytorch_utils"
+
+def _matrix(module: nn.Module) -> Tensor:
+    "The weights of a linear layer or a convolution, [outputs, inputs, ...]."
+    w = codes_of(_main(module)).detach()
+    return w.T if _transposed(module) else w
+
 def _facts_of(name: str, module: nn.Module) -> dict[str, Any]:
     "What a recording says of a layer."
     kind = next((k for k, t in _KINDS.items() if isinstance(module, t)), "other")
@@ -53,8 +63,10 @@ def _facts_of(name: str, module: nn.Module) -> dict[str, Any]:
     divides = any(hasattr(module, k) for k in ("eps", "variance_epsilon", "epsilon"))
     if kind == "other" and named and divides and not type(module).__module__.startswith("torch.nn.utils"):
         kind = "normalization"
+    if _transposed(module): kind = "Linear"
     p, fan_in = _main(module), None
-    if p is not None and kind in ("Linear", "convolution"): fan_in = p.numel() // p.shape[0]
+    if p is not None and kind in ("Linear", "convolution"):
+        fan_in = p.numel() // _matrix(module).shape[0]
     facts = {"name": name, "class": type(module).__name__, "kind": kind, "fan_in": fan_in}
     return {**facts, "has_weight": p is not None, "float8": hasattr(module, "config")}
 
@@ -99,9 +111,11 @@ def compare_product(
     "Make some of a layer's products again in float32, and compare."
     make = {nn.Linear: _linear, nn.Conv1d: _corner, nn.Conv2d: _corner, nn.Conv3d: _corner}
     found = next((f for kind, f in make.items() if isinstance(layer, kind)), None)
+    if _transposed(layer): found = _linear
     p = getattr(layer, "weight", None)
     if found is None or not isinstance(p, Tensor) or p.dim() < 2 or not x.numel(): return {}
     w = codes_of(p).detach()
+    if _transposed(layer): w = w.T
     if w.dtype != torch.float64: w = w.float()
     with torch.autocast(x.device.type, enabled=False):
         pair = found(layer, w, x.detach(), y.detach())
@@ -173,7 +187,7 @@ def _update(b: _Before, group: dict[str, Any], state: dict[str, Any]) -> tuple[T
     stats, spots = first_look(u)
     return enter(stats, {
         "absorbed": (u == 0)[b.pushed].double().mean() if b.nearest else math.nan, **_shrunk(b.w, u), "decay": b.decay,
-        "epsilon": _epsilon(state, group, b.pushed, b.n), "reference": codes_of(b.p).abs().amax(),
+        "epsilon": _epsilon(state, group, b.pushed, b.n),
     }), spots
 
 # %% ../../nbs/watching/13_record.ipynb #385e98dc
@@ -182,11 +196,12 @@ RESTS = 3  # broken steps, after which a recorder rests
 
 class _Row:
     "A step that is being recorded."
-    def __init__(self, step: int):
-        self.step = step
+    def __init__(self, step: int, usual: float):
+        self.step, self.usual = step, usual
         self.values: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = {}
         self.facts: dict[str, Any] = {"steps": 0, "lr": None}
         self.losses: list[Tensor] = []
+        self.notes: list[tuple[tuple[str, str], str, Tensor]] = []
         self.held: dict[str, dict[str, Tensor]] = {}  # for a dump
         self.called: set[str] = set()
 
@@ -194,20 +209,36 @@ class _Row:
         "Enter what `first_look` gave; parts of the same step are merged in the end."
         self.values.setdefault((layer, tensor), []).append((stats, spots))
 
+    def note(self, layer: str, tensor: str, stat: str, value: Tensor) -> None:
+        "Enter one number, as `recording.note` takes it."
+        self.notes.append(((layer, tensor), stat, value))
+
     def close(self) -> tuple[int, dict[str, Any], dict[tuple[str, str], np.ndarray]]:
         "The step in plain numbers."
         if self.losses:
             mean = torch.stack([loss.double().mean().cpu() for loss in self.losses]).mean()
             self.facts["loss"] = repr(float(mean))
-        if not self.values: return self.step, self.facts, {}
+            if math.isfinite(self.usual): self.facts["usual"] = self.usual
+        return self.step, self.facts, self.measured()
+
+    def measured(self) -> dict[tuple[str, str], np.ndarray]:
+        "The statistics, which come to the host together."
+        found: dict[tuple[str, str], Tensor] = {}
         keys = [key for key, parts in self.values.items() for _ in parts]
         parts = [part for several in self.values.values() for part in several]
-        device = parts[0][0].device
-        first, spots = (torch.stack([t.to(device) for t in column]) for column in zip(*parts))
-        found: dict[tuple[str, str], Tensor] = {}
-        for key, stats in zip(keys, with_shares(first, spots).cpu()):
-            found[key] = merge(found[key], stats) if key in found else stats
-        return self.step, self.facts, {key: stats.numpy() for key, stats in found.items()}
+        if parts:
+            device = parts[0][0].device
+            first, spots = (torch.stack([t.to(device) for t in column]) for column in zip(*parts))
+            for key, stats in zip(keys, with_shares(first, spots).cpu()):
+                found[key] = merge(found[key], stats) if key in found else stats
+        rows = {key: stats.numpy() for key, stats in found.items()}
+        if not self.notes: return rows
+        device = self.notes[0][2].device
+        values = torch.stack([value.to(device, torch.float64) for *_, value in self.notes])
+        for (key, stat, _), value in zip(self.notes, values.tolist()):
+            if key not in rows: rows[key] = np.full(len(INDEX), np.nan)
+            note(rows[key], stat, value)
+        return rows
 
 # %% ../../nbs/watching/13_record.ipynb #eb599f9c
 def _floats(values: Any) -> Iterator[Tensor]:
@@ -236,30 +267,36 @@ class _Forward:
     def __init__(self, recorder: "Recorder"): self.r = recorder
 
     def begin(self, *given: Any) -> None:
-        "Before a forward pass of the whole model."
+        "Before a forward pass of the whole model, or after one of the first of its layers."
         r = self.r
         if not torch.is_grad_enabled(): return
         if torch.compiler.is_compiling(): raise InputError("the model is compiled")
-        if r._stepped: r._close()
+        if r._over(): r._close()
         if r._broken >= RESTS: return  # the ring keeps what came before
-        if r._row is None: r.steps, r._row = r.steps + 1, _Row(r.steps + 1)
+        if r._row is None: r.steps, r._row = r.steps + 1, _Row(r.steps + 1, r._usual.value)
         for x in _floats(given): r._row.add("", "input", *first_look(x))
 
     def layer(self, name: str, module: nn.Module, given: Any, out: Any) -> None:
         "After a layer's forward pass."
-        r, row = self.r, self.r._row
-        if row is not None: r.facts_of_layers.setdefault(name, _facts_of(name, module))
-        if row is None or not torch.is_grad_enabled(): return
+        r = self.r
+        if not torch.is_grad_enabled(): return
         if torch.compiler.is_compiling(): raise InputError("a part of the model is compiled")
-        r.facts_of_layers.setdefault(name, _facts_of(name, module))
+        if r._row is None or r._over(): self.begin()  # somebody calls layers, and not the model
+        if (row := r._row) is None: return
+        if name not in r.facts_of_layers: r.facts_of_layers[name] = _facts_of(name, module)
+        if getattr(module, "running_mean", None) is not None and not module.training:
+            r.facts_of_layers[name]["stored"] = True  # it divides by stored statistics
         x, y = next(_floats(given), None), next(_floats(out), None)
         p = _main(module)
         if p is not None and p.is_floating_point() and name not in row.called:
             self.add(name, "weight", p.data, first_look(codes_of(p)))
+            for q in module.parameters(recurse=False):
+                if q is not p and q.is_floating_point() and q.numel():
+                    row.note(name, "weight", "finite", extreme(codes_of(q)))
         row.called.add(name)
         if x is not None: self.add(name, "input", x, r._seen.look(x))
         if r.dump and r.facts_of_layers[name]["fan_in"] and x is not None:
-            kept = {"input": x, "weight": codes_of(p)}
+            kept = {"input": x, "weight": _matrix(module)}
             row.held[name] = {k: t.detach().clone() for k, t in kept.items()}
         if y is None: return
         stats, spots = r._seen.look(y)
@@ -304,17 +341,32 @@ class _Steps:
         self.kept = []
         row.facts["steps"] += 1
         if self.number in r._old: row.facts["stale"] = True
-        if r._fresh.get(self.number) is False: row.facts["repeated"] = True
-        rates = [abs(float(group["lr"])) for group in o.param_groups if "lr" in group]
-        if rates: row.facts["lr"] = max(rates + [row.facts["lr"] or 0.0])
-        for group in o.param_groups:
+        again = r._fresh.get(self.number) is False
+        if again: row.facts["repeated"] = True
+        elif self.number in r._stepped: r._in_turn = set(r._stepped)  # the others do not come
+        self.rate(row)
+        for group, p, name, main in self.held(row):
+            if p.grad is None:
+                if main and p.requires_grad: row.facts.setdefault("cut", []).append(name)
+            elif not main: row.note(name, "weight gradient", "finite", extreme(p.grad))
+            else:
+                r._forward.add(name, "weight gradient", p.grad, first_look(p.grad))
+                self.kept.append((name, _Before(p, group, o.state.get(p, {}), o), group))
+
+    def rate(self, row: _Row) -> None:
+        "Take note of the largest learning rate; of one that is not finite as a text."
+        rates = [abs(float(group["lr"])) for group in self.optimizer.param_groups if "lr" in group]
+        rates += [float(row.facts["lr"] or 0.0)]
+        wrong = [rate for rate in rates if not math.isfinite(rate)]
+        row.facts["lr"] = repr(wrong[0]) if wrong else max(rates) if len(rates) > 1 else row.facts["lr"]
+
+    def held(self, row: _Row) -> Iterator[tuple[dict[str, Any], Any, str, bool]]:
+        "Groups, parameters of layers that were called, their layers, and whether they are followed."
+        for group in self.optimizer.param_groups:
             for p in group["params"]:
-                if (name := r._owner(p)) is None or name not in row.called: continue
-                if p.grad is None:
-                    if p.requires_grad: row.facts.setdefault("cut", []).append(name)
-                elif p.numel() and p.is_floating_point():
-                    r._forward.add(name, "weight gradient", p.grad, first_look(p.grad))
-                    self.kept.append((name, _Before(p, group, o.state.get(p, {}), o), group))
+                if not p.is_floating_point() or not p.numel(): continue
+                name, main = self.r._owner(p)
+                if name in row.called: yield group, p, name, main
 
     @torch.no_grad()
     def after(self) -> None:
@@ -322,7 +374,12 @@ class _Steps:
         r, row, o = self.r, self.r._row, self.optimizer
         self.depth, self.returned = self.depth - 1, True
         if self.depth or row is None: return
-        r._stepped, r._backward, r._fresh[self.number] = True, False, False
+        r._stepped.add(self.number)
+        r._backward, r._fresh[self.number] = False, False
+        for _, p, name, main in self.held(row):
+            left = extreme(codes_of(p))
+            row.note(name, "weight update", "finite", left)
+            if main: row.note(name, "weight update", "reference", left)
         for name, b, group in self.kept:
             state = o.state.get(b.p, {})
             row.add(name, "weight update", *_update(b, group, state))
@@ -356,13 +413,16 @@ class Recorder(LoopMeter):
         self._first: tuple | None = None
         self._rows: deque = deque(maxlen=last)
         self._row: _Row | None = None
-        self._owners: dict[int, tuple[Any, str]] = {}  # parameter's identity -> itself, its layer
+        # parameter's identity -> itself, its layer, and whether it is followed there
+        self._owners: dict[int, tuple[Any, str, bool]] = {}
         self._fresh: dict[int, bool] = {}  # optimizers that have seen a backward pass since a step
-        self._stepped = self._backward = False
+        self._backward = False
+        self._stepped: set[int] = set()  # optimizers that made a step since the row began
+        self._in_turn = set(range(len(optimizers)))  # those that a step waits for
         self._old: set[int] = set()  # optimizers whose gradients were there before the backward pass
         self._risen = False  # whether a loss was seen to rise
         self._broken = 0  # steps since the first sign of a break
-        self._losses: list[float] = []
+        self._usual = Usual()
         self._seen, self._forward = _Seen(), _Forward(self)
 
     def loss(
@@ -436,25 +496,32 @@ class Recorder(LoopMeter):
         assert self._row is not None
         self._row.losses.append(torch.as_tensor(loss).detach())
 
-    def _owner(self, p: Any) -> str | None:
-        "The layer whose parameter this is, if it is one that is followed."
+    def _owner(self, p: Any) -> tuple[str, bool]:
+        "The layer whose parameter this is, and whether it is followed; an empty name for none."
         if id(p) not in self._owners:
             for name, module in _layers(self.models):
-                if (q := _main(module)) is not None: self._owners.setdefault(id(q), (q, name))
-            self._owners.setdefault(id(p), (p, ""))
-        return self._owners[id(p)][1] or None
+                for q in module.parameters(recurse=False):
+                    self._owners.setdefault(id(q), (q, name, q is _main(module)))
+            self._owners.setdefault(id(p), (p, "", False))
+        return self._owners[id(p)][1:]
 
     def _stale(self, optimizer: Optimizer) -> bool:
         "Whether gradients are there before those of a backward pass arrive."
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        held = [p for p, name in self._owners.values() if name in self.facts_of_layers and id(p) in own]
-        early = sorted(held, key=lambda p: list(self.facts_of_layers).index(self._owners[id(p)][1]))
-        return bool(early) and all(p.grad is not None and p.grad.any() for p in early[:4])
+        order = {name: i for i, name in enumerate(self.facts_of_layers)}
+        held = [(p, name) for p, name, main in self._owners.values()
+                if main and name in order and id(p) in own]
+        early = sorted(held, key=lambda pair: order[pair[1]])
+        return bool(early) and all(p.grad is not None and p.grad.any() for p, _ in early[:4])
+
+    def _over(self) -> bool:
+        "Whether the step is over: every optimizer that steps in turn has made its own."
+        return bool(self._stepped) and self._in_turn <= self._stepped
 
     def _close(self) -> None:
         "End a step, and look whether it broke."
         row, self._row = self._row, None
-        self._stepped = False
+        self._stepped = set()
         if row is None: return
         closed = row.close()
         self._rows.append(closed)
@@ -487,12 +554,18 @@ def _look(r: Recorder, closed: tuple[int, dict[str, Any], dict]) -> None:
     step, facts, values = closed
     bad = {key for key, stats in values.items() if stats[INDEX["nan"]] + stats[INDEX["inf"]] > 0}
     loss = float(facts["loss"]) if "loss" in facts else None
-    if loss is not None: r._losses.append(loss)
+    if loss is not None: r._usual.add(loss)
     broken = is_broken(loss, bad, next(reversed(r.facts_of_layers), ""))
-    rises = not broken and not r.saved and rises_now(r._losses)
+    rises = not broken and not r.saved and _rises(r)
     if broken: r._broken += 1
     if r._broken == 1 and broken or rises and not r._risen: _report(r, step)
     r._risen |= rises
+
+def _rises(r: Recorder) -> bool:
+    "Whether the last two losses are too large."
+    facts = [facts for _, facts, _ in list(r._rows)[-2:]]
+    loss, usual = (np.array([float(f.get(k, "nan")) for f in facts]) for k in ("loss", "usual"))
+    return diverges(loss, usual) is not None
 
 def _save_last(r: Recorder) -> None:
     try: r.save()

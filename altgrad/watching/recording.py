@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['FORMATS', 'SAMPLE', 'BLOCKS', 'STATS', 'INDEX', 'VERSION', 'merge', 'shares', 'first_look', 'with_shares', 'measure',
-           'enter', 'Recording', 'is_recording', 'write_recording', 'check_zip', 'read_recording', 'plot_recording']
+           'enter', 'extreme', 'note', 'Recording', 'is_recording', 'write_recording', 'check_zip', 'read_recording',
+           'plot_recording']
 
 # %% ../../nbs/watching/11_recording.ipynb #7b56dfff
 import json
@@ -191,6 +192,29 @@ def enter(
     for name, value in known.items(): stats[INDEX[name]] = value
     return stats
 
+# %% ../../nbs/watching/11_recording.ipynb #666fb395
+@torch.no_grad()
+def extreme(
+    x: Tensor,  # float, of any shape and device, not empty
+) -> Tensor:  # of 0 dimensions
+    "Return the largest magnitude in one pass: NaN where any element is, else infinite."
+    if x.is_meta: raise InputError("tensors on the meta device have no values")
+    if x.layout != torch.strided: x = x.coalesce().values()
+    x = x.detach() if x.itemsize > 1 else x.detach().float()
+    return torch.linalg.vector_norm(x, torch.inf)
+
+def note(
+    stats: np.ndarray,  # [stats], is changed
+    name: str,  # of `STATS`, or "finite"
+    value: float,  # from `extreme`, for an amax and for "finite"
+) -> None:
+    "Enter one number; of an amax, or of whether a tensor is finite, what it says of NaN as well."
+    if name in ("amax", "finite"):
+        for bad, there in (("nan", math.isnan(value)), ("inf", math.isinf(value))):
+            stats[INDEX[bad]] = np.nansum([stats[INDEX[bad]], there])
+    if name == "finite" or name == "amax" and not math.isfinite(value): return
+    stats[INDEX[name]] = value
+
 # %% ../../nbs/watching/11_recording.ipynb #4d12a290
 VERSION = 1  # of the files
 
@@ -223,6 +247,10 @@ class Recording:
     def rms(self, layer: str, tensor: str) -> np.ndarray:
         "Return a tensor's root mean square, [steps]."
         return np.sqrt(self.get(layer, tensor, "squares") / self.get(layer, tensor, "elements"))
+
+    def wrong(self, layer: str, tensor: str, i: int) -> float:
+        "Return what a tensor has at a place that is not finite: NaN, or infinity."
+        return float("nan") if self.get(layer, tensor, "nan")[i] else float("inf")
 
     def losses(self) -> np.ndarray:
         "Return the losses that were told, [steps]; NaN also where none was."
@@ -273,7 +301,9 @@ def _array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 def _is_whole(kept: dict[str, Any]) -> bool:
     "Whether entries are what a recorder writes; TypeError and others where they are not."
-    for f in kept["facts"]: float(f.get("loss", "nan")), float(f.get("lr") or 0), [*f.get("cut", ())]
+    for f in kept["facts"]:
+        float(f.get("loss", "nan")), float(f.get("lr") or 0), float(f.get("usual", 0))
+        {str(name) for name in f.get("cut", ())}
     names = ("name", "kind", "fan_in", "has_weight", "float8")
     layers = [{name: layer[name] for name in names} for layer in kept["layers"]]
     steps = kept["steps"]
