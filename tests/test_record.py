@@ -19,10 +19,10 @@ from altgrad.watching.recording import read_recording
 from altgrad.watching.what_if import read_dump, what_if
 
 
-def recorded(run: faults.Run, **how) -> Recorder:
+def recorded(run: faults.Run, every: int = 1, **how) -> Recorder:
     "The recorder of a whole run."
     run.prepare()
-    with altgrad.record(run.model, run.optim, **how) as recorder: run.train(recorder.loss)
+    with altgrad.record(run.model, run.optim, every=every, **how) as recorder: run.train(recorder.loss)
     assert not recorder.stopped
     return recorder
 
@@ -100,7 +100,7 @@ def test_nothing_is_held_between_steps():
 def test_accumulated_batches_are_one_step_and_evaluation_is_none():
     layer = nn.Linear(4, 4)
     sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with altgrad.record(layer, sgd) as recorder:
+    with altgrad.record(layer, sgd, every=1) as recorder:
         for _ in range(3):
             for _ in range(4): layer(torch.randn(5, 4)).square().mean().backward()
             sgd.step()
@@ -385,7 +385,7 @@ def test_an_outlier_that_did_no_harm_is_not_what_broke(broke):
     model = Spared()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     def before(step): model.a.now, model.b.now = step >= 3, step >= broke
-    with altgrad.record(model, sgd) as recorder:
+    with altgrad.record(model, sgd, every=1) as recorder:
         steps_of(model, sgd, recorder.loss, broke + 2, before)
     cause = recorder.cause
     assert (cause.kind, cause.layer, cause.step) == ("zero scale", "b", broke)
@@ -398,7 +398,7 @@ def test_an_outlier_that_overflows_is_what_broke():
     model[0].factor = 3e4
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     def before(step): model[0].now = step >= 5
-    with altgrad.record(model, sgd) as recorder:
+    with altgrad.record(model, sgd, every=1) as recorder:
         steps_of(model, sgd, recorder.loss, 7, before, x=torch.ones(16, 8).half())
     cause = recorder.cause
     assert (cause.kind, cause.layer, cause.step) == ("outlier channel", "0", 5)
@@ -410,7 +410,7 @@ def test_a_number_that_is_not_finite_in_a_bias_is_not_the_layers_arithmetic(laye
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     def before(step):
         if step == 5: layer.bias.data[3] = torch.nan
-    with altgrad.record(model, sgd) as recorder: steps_of(model, sgd, recorder.loss, 7, before)
+    with altgrad.record(model, sgd, every=1) as recorder: steps_of(model, sgd, recorder.loss, 7, before)
     cause = recorder.cause
     assert (cause.kind, cause.layer, cause.step) == ("changed outside a step", "1", 5)
     assert "nan" in cause.said
@@ -420,7 +420,7 @@ def test_weights_that_are_not_finite_from_the_beginning_are_named():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].bias.data[0] = torch.inf
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    with altgrad.record(model, sgd) as recorder: steps_of(model, sgd, recorder.loss, 3)
+    with altgrad.record(model, sgd, every=1) as recorder: steps_of(model, sgd, recorder.loss, 3)
     cause = recorder.cause
     assert (cause.kind, cause.layer, cause.step) == ("initial weights not finite", "1", 1)
 
@@ -431,7 +431,7 @@ def test_a_step_that_makes_nan_of_finite_numbers_is_named():
     adam = torch.optim.Adam(model.parameters(), lr=1e-3, eps=0.0)
     x = torch.rand(16, 8)
     x[:, 0] = 0
-    with altgrad.record(model, adam) as recorder: steps_of(model, adam, recorder.loss, 3, x=x)
+    with altgrad.record(model, adam, every=1) as recorder: steps_of(model, adam, recorder.loss, 3, x=x)
     cause = recorder.cause
     assert (cause.kind, cause.layer, cause.step) == ("NaN from the optimizer", "0", 1)
 
@@ -441,19 +441,19 @@ def test_a_rate_that_is_no_number_is_named(rate, tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     def before(step): sgd.param_groups[0]["lr"] = rate if step >= 5 else 0.01
-    with altgrad.record(model, sgd, folder=tmp_path) as recorder:
+    with altgrad.record(model, sgd, folder=tmp_path, every=1) as recorder:
         steps_of(model, sgd, recorder.loss, 7, before)
     for cause in (recorder.cause, first_cause(read_recording(tmp_path))):
         assert (cause.kind, cause.layer, cause.step) == ("rate is not finite", "", 5)
         assert f"rate is {rate}" in cause.said
 
 
-
-def test_recorder_and_autopsy_agree_on_a_slow_divergence(tmp_path, capsys):
+@pytest.mark.parametrize("every", (1, 10))
+def test_recorder_and_autopsy_agree_on_a_slow_divergence(tmp_path, capsys, every):
     "The loss grows by 1 % a step: the last 16 steps alone do not show that it has tripled."
     model = nn.Linear(8, 8)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    with altgrad.record(model, sgd, folder=tmp_path, last=16) as recorder:
+    with altgrad.record(model, sgd, folder=tmp_path, last=16, every=every) as recorder:
         x = torch.randn(4, 8)
         for step in range(300):
             recorder.loss(model(x).square().mean() * 0 + 1.01**step).backward()
@@ -472,7 +472,7 @@ def test_a_normalization_with_stored_statistics_is_not_accused_of_its_epsilon():
     model[1].running_var.fill_(1e4)
     model[1].eval()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    with altgrad.record(model, sgd) as recorder: steps_of(model, sgd, recorder.loss, 8)
+    with altgrad.record(model, sgd, every=1) as recorder: steps_of(model, sgd, recorder.loss, 8)
     assert recorder.cause is None
 
 
@@ -482,7 +482,7 @@ def test_conv1d_of_transformers_is_a_linear_layer(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(Conv1D(12, 8), nn.ReLU(), Conv1D(4, 12))
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    with altgrad.record(model, sgd, folder=tmp_path, dump=True) as recorder:
+    with altgrad.record(model, sgd, folder=tmp_path, dump=True, every=1) as recorder:
         steps_of(model, sgd, recorder.loss, 4)
     r = recorder.recording
     assert [(x["kind"], x["fan_in"]) for x in r.layers] == [("Linear", 8), ("other", None), ("Linear", 12)]
@@ -518,8 +518,8 @@ def test_two_optimizers_in_turn_make_one_step_an_iteration():
     torch.manual_seed(0)
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (one, other)]
-    with altgrad.record([one, other], optimizers) as recorder:
-        for i in range(10):
+    with altgrad.record([one, other], optimizers, every=1) as recorder:
+        for _ in range(10):
             made = one(torch.randn(8, 4))
             optimizers[1].zero_grad()
             (other(made.detach()) - other(torch.randn(8, 4))).mean().backward()
@@ -536,7 +536,7 @@ def test_an_optimizer_that_rests_ends_no_step_and_holds_none_up(each):
     torch.manual_seed(0)
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (one, other)]
-    with altgrad.record([one, other], optimizers) as recorder:
+    with altgrad.record([one, other], optimizers, every=1) as recorder:
         for i in range(24):
             other(one(torch.randn(8, 4))).square().mean().backward()
             optimizers[0].step()
@@ -550,7 +550,85 @@ def test_a_model_that_is_used_by_its_parts_is_recorded():
     "Its own forward is never called, as in Lightning's training_step."
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    with altgrad.record(model, sgd) as recorder:
+    with altgrad.record(model, sgd, every=1) as recorder:
         steps_of(lambda x: model["b"](model["a"](x)), sgd, recorder.loss, 4)
     assert recorder.recording.steps == [1, 2, 3, 4] and len(recorder.recording.losses()) == 4
     assert recorder.recording.get("a", "input", "elements").tolist() == [16 * 8] * 4
+
+
+# steps that are not measured
+
+AT_ONCE = {  # kinds that a glance sees
+    "non-finite data", "data out of range", "non-finite loss", "overflow", "division by zero", "rate too large",
+    "initial weights too large", "not in the optimizer", "cut from the loss", "changed outside a step", "rate is zero",
+}
+TWICE = {"gradient lost", "coarse sums", "gradient underflow"}  # that two measured steps have to show
+
+
+@pytest.mark.parametrize("fault", [f for f in faults.FAULTS if f.family == "conv"], ids=lambda f: f.id)
+def test_between_measured_steps_a_fault_is_seen_at_once_or_late_and_never_as_another(fault):
+    "Steps 1, 4 and 8 are measured; most faults come at 5. A loss that rises has the next step measured, too."
+    cause = recorded(fault.run(), every=4).cause
+    if fault.kind in TWICE: assert cause is None
+    else:
+        assert (cause.kind, cause.layer) == (fault.kind, fault.layer)
+        at_once = fault.kind in AT_ONCE or fault.step == 1
+        assert cause.step == fault.step if at_once else fault.step <= cause.step <= 8
+
+
+@pytest.mark.parametrize("run", faults.HEALTHY, ids=lambda r: r.id)
+def test_a_healthy_run_is_not_accused_between_measured_steps(run):
+    assert recorded(run.run(), every=4).cause is None
+
+
+def test_a_glance_has_the_magnitudes_of_a_measured_step():
+    full, glanced = (recorded(faults.Run("conv"), every=every).recording for every in (1, 10))
+    assert glanced.measured().tolist() == [True] + 8 * [False] + [True] and full.measured().all()
+    for layer, tensor in glanced.series:
+        if tensor in ("input", "output", "weight", "weight gradient"):
+            assert (glanced.get(layer, tensor, "amax") == full.get(layer, tensor, "amax")).all()
+            assert not glanced.bad(layer, tensor).any()
+    left = [r.get("fc1", "weight update", "reference") for r in (full, glanced)]
+    assert (left[0] == left[1]).all()
+    assert (full.rms("fc1", "weight update") == pytest.approx(glanced.rms("fc1", "weight update"), rel=2048 * 2.0**-24))
+
+
+def test_the_ring_keeps_the_last_measured_steps_too():
+    run = faults.Run("conv", steps=23)
+    assert recorded(run, every=5, last=3).recording.steps == [1, 10, 15, 20, 21, 22, 23]
+
+
+@pytest.mark.parametrize("every", (0, 2.0, True, None))
+def test_every_is_a_number_of_steps(every):
+    layer = nn.Linear(3, 3)
+    with pytest.raises(InputError, match="every must be"):
+        altgrad.record(layer, torch.optim.SGD(layer.parameters()), every=every)
+
+
+def test_a_fault_that_only_a_measured_step_shows_is_found_after_the_loss_rose(tmp_path, capsys):
+    "A layer of stale scale from step 12 on; the loss rises at 13, and a measured step would come at 20."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), Clips(32, 32), nn.Linear(32, 4))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    def before(step): model[1].now = step >= 12
+    with altgrad.record(model, sgd, folder=tmp_path) as recorder:
+        for step in range(1, 17):
+            before(step)
+            x = torch.randn(16, 8)
+            y = model(x)
+            recorder.loss((model[2](model[1].whole) - y).square().mean() + 1e-3).backward()
+            sgd.step()
+    told = capsys.readouterr().err
+    assert recorder.recording.measured().nonzero()[0].tolist() == [0, 9, 13]  # steps 1, 10, 14
+    cause = first_cause(read_recording(tmp_path))
+    assert (cause.kind, cause.layer, cause.step) == ("stale scale", "1", 14)
+    assert told.startswith("altgrad.record, step 14: step 14: stale scale in 1") and told.count("\n") == 1
+
+
+class Clips(nn.Linear):
+    "A layer that clips what it is given far below its range from the step `now` on."
+    now, whole = False, None
+
+    def forward(self, x):
+        self.whole = super().forward(x).detach()
+        return super().forward(x.clamp(-0.1, 0.1)) if self.now else super().forward(x)

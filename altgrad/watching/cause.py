@@ -133,17 +133,20 @@ class _Sight:
         self.facts = dict(zip(self.layers, r.layers))
         self.order = {name: i for i, name in enumerate(self.layers)}
         self.symptom = symptom_of(r)
+        self.measured, self.all = r.measured(), np.ones(self.n, bool)
 
     def first(self, where: np.ndarray) -> int | None:
         "The first step of which something holds, [steps]."
         found = np.flatnonzero(where)
         return int(found[0]) if len(found) else None
 
-    def stays(self, where: np.ndarray, steps: int = 3) -> int | None:
-        "The first step from which on it holds to the end, for at least so many steps."
-        no = np.flatnonzero(~where)
+    def stays(self, where: np.ndarray, steps: int = 3, known: np.ndarray | None = None) -> int | None:
+        """The first step from which on it holds to the end, for at least so many of the steps of
+        which it is known: the measured ones, or others."""
+        places = np.flatnonzero(self.measured if known is None else known)
+        no = np.flatnonzero(~where[places])
         begin = int(no[-1]) + 1 if len(no) else 0
-        return begin if self.n - begin >= steps else None
+        return int(places[begin]) if len(places) - begin >= steps else None
 
     def suspect(self, place: int, phase: str, kind: str, layer: str, tensor: str,
                 order: float | None = None, **facts: float) -> Suspect:
@@ -165,9 +168,9 @@ class _Sight:
         return len(past) > 0 and bool(amax[i] >= 8 * np.median(past))
 
     def before(self, values: np.ndarray) -> np.ndarray:
-        "The median of the finite values at earlier steps, [steps]; NaN where there is none."
+        "The median of the finite values at earlier steps, [steps]; NaN where there is none, or none now."
         medians = np.full(self.n, np.nan)
-        for i in range(1, self.n):
+        for i in np.flatnonzero(np.isfinite(values)):
             past = values[:i][np.isfinite(values[:i])]
             if len(past): medians[i] = np.median(past)
         return medians
@@ -373,7 +376,7 @@ def _cut(s: _Sight) -> Iterator[Suspect]:
     for layer in s.layers:
         without = np.array([layer in names for names in cut])
         had = np.isfinite(s.r.get(layer, "weight gradient", "amax"))
-        i = s.stays(without, 2)
+        i = s.stays(without, 2, s.all)
         if i is None: continue
         held = [n for n in s.layers if s.facts[n]["has_weight"]]
         ahead = held[: held.index(layer) + 1]
@@ -449,7 +452,7 @@ def _absorbed(s: _Sight) -> Iterator[Suspect]:
 @_check("optimizer")
 def _settings(s: _Sight) -> Iterator[Suspect]:
     still = np.array([f.get("lr") == 0 for f in s.r.facts])
-    if (i := s.stays(still, 5)) is not None:
+    if (i := s.stays(still, 5, s.all)) is not None:
         yield s.suspect(i, "optimizer", "rate is zero", "", "weight update")
     below = [s.r.get(n, "weight update", "epsilon") for n in _sized(s)]
     with np.errstate(invalid="ignore"): above = np.array([b >= 0.5 for b in below])
@@ -625,8 +628,12 @@ def first_cause(r: Recording) -> Cause | None:
     s = _Sight(r)
     found = suspects(r)
     if s.symptom is not None:
-        found = [pair for pair in found if pair[1] and pair[0].place <= s.symptom[0]]
+        able = [pair for pair in found if pair[1]]
+        found = [pair for pair in able if pair[0].place <= s.symptom[0]]
         found = [pair for pair in found if not _borne(s, pair[0], found)] or found
+        # else what the next measured step saw, which the steps before it could not show
+        seen = next((i for i in np.flatnonzero(s.measured) if i >= s.symptom[0]), s.symptom[0])
+        found = found or [pair for pair in able if pair[0].place <= seen]
         if not found:
             place, shown = s.symptom
             return Cause("unexplained", r.steps[place], "", "loss", one_line(shown), UNEXPLAINED)

@@ -134,11 +134,10 @@ def shares(
     return torch.cat([*_unit(x.flatten(1), n), *lost, *worst], 1)
 
 # %% ../../nbs/watching/11_recording.ipynb #0a56b536
-def _channel(magnitude: Tensor) -> Tensor:
-    "The largest channel's amax over the median one's; images have channels in dimension 1."
+def _channels(magnitude: Tensor) -> Tensor:
+    "The largest magnitude of each channel; images have channels in dimension 1."
     dim = 1 if magnitude.dim() == 4 else magnitude.dim() - 1
-    amax = magnitude.amax([d for d in range(magnitude.dim()) if d != dim])
-    return amax.amax() / amax.median()
+    return magnitude.amax([d for d in range(magnitude.dim()) if d != dim])
 
 @torch.no_grad()
 def first_look(
@@ -150,15 +149,17 @@ def first_look(
     if x.layout != torch.strided: x = x.coalesce().values()
     x = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
     magnitude = x.abs()
-    bad = torch.stack([(x != x).sum(), (magnitude == torch.inf).sum(), (x == 0).sum()])
+    bad = (x != x).sum(), (magnitude == torch.inf).sum()
+    nonzero = torch.count_nonzero(magnitude)
     magnitude = magnitude.nan_to_num_(0.0, 0.0)
-    size = torch.stack([
-        torch.linalg.vector_norm(magnitude, dtype=torch.float64).square(),
-        magnitude.amax().double(), magnitude.where(magnitude > 0, torch.inf).amin().double(),
-    ])
+    largest = _channels(magnitude) if channels and x.dim() > 1 else magnitude
+    amax = largest.amax()
+    ratio = amax / largest.median() if channels and x.dim() > 1 else torch.full_like(amax, torch.nan)
+    squares = torch.linalg.vector_norm(magnitude, dtype=torch.float64).square()
+    least = magnitude.where(magnitude > 0, torch.inf).amin()
     found = torch.full((len(STATS),), torch.nan, dtype=torch.float64, device=x.device)
-    found[0], found[1:4], found[4:7] = x.numel(), bad, size
-    if channels and x.dim() > 1: found[7] = _channel(magnitude)
+    found[1:8] = torch.stack([*bad, x.numel() - nonzero, squares, amax, least, ratio])
+    found[0] = x.numel()
     return found, _spots(magnitude.float())
 
 # %% ../../nbs/watching/11_recording.ipynb #eb992c65
@@ -211,16 +212,16 @@ def note(
     "Enter one number; of an amax, or of whether a tensor is finite, what it says of NaN as well."
     if name in ("amax", "finite"):
         for bad, there in (("nan", math.isnan(value)), ("inf", math.isinf(value))):
-            stats[INDEX[bad]] = np.nansum([stats[INDEX[bad]], there])
+            stats[INDEX[bad]] = np.fmax(stats[INDEX[bad]], there)  # how many is not known
     if name == "finite" or name == "amax" and not math.isfinite(value): return
-    stats[INDEX[name]] = value
+    stats[INDEX[name]] = np.fmax(stats[INDEX[name]], value) if name == "amax" else value
 
 # %% ../../nbs/watching/11_recording.ipynb #4d12a290
 VERSION = 1  # of the files
 
 @dataclass
 class Recording:
-    "The statistics of the last steps of a run."
+    "The statistics of the last steps of a run; of those that were not measured, only largest magnitudes."
     steps: list[int]  # counted from 1
     facts: list[dict[str, Any]]  # of each step: loss, rates and what else was seen
     layers: list[dict[str, Any]]  # in the order in which the first forward pass called them
@@ -247,6 +248,10 @@ class Recording:
     def rms(self, layer: str, tensor: str) -> np.ndarray:
         "Return a tensor's root mean square, [steps]."
         return np.sqrt(self.get(layer, tensor, "squares") / self.get(layer, tensor, "elements"))
+
+    def measured(self) -> np.ndarray:
+        "Return which steps were measured in full, [steps]."
+        return np.array([bool(f.get("measured", True)) for f in self.facts], bool)
 
     def wrong(self, layer: str, tensor: str, i: int) -> float:
         "Return what a tensor has at a place that is not finite: NaN, or infinity."
