@@ -2,6 +2,7 @@
 it changes no bit and holds no tensor, and input that would break it."""
 import gc
 import json
+import logging
 import math
 import weakref
 
@@ -14,7 +15,7 @@ import altgrad
 from altgrad.basics import InputError
 from altgrad.cli import main
 from altgrad.watching.cause import SAID, first_cause
-from altgrad.watching.record import Recorder
+from altgrad.watching.record import Recorder, lightning_record, transformers_record
 from altgrad.watching.recording import read_recording
 from altgrad.watching.what_if import read_dump, what_if
 
@@ -632,3 +633,139 @@ class Clips(nn.Linear):
     def forward(self, x):
         self.whole = super().forward(x).detach()
         return super().forward(x.clamp(-0.1, 0.1)) if self.now else super().forward(x)
+
+
+# in the loops of frameworks
+
+
+class Rows(torch.utils.data.Dataset):
+    "Inputs and the sums of their elements; the row `bad` has a NaN."
+    def __init__(self, bad=None):
+        self.x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+        if bad is not None: self.x[bad, 3] = torch.nan
+
+    def __len__(self): return 64
+
+    def __getitem__(self, i): return {"x": self.x[i], "labels": self.x[i].nansum()[None]}
+
+
+class Sums(nn.Module):
+    "Two linear layers, the second of which may divide by zero; it returns its loss, as transformers asks."
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.calls, self.breaks_at = nn.Linear(8, 32), Divides(32, 1), 0, 0
+
+    def forward(self, x, labels):
+        self.calls += self.training
+        self.down.now = self.training and self.calls == self.breaks_at
+        return {"loss": (self.down(self.up(x)) - labels).square().mean()}
+
+
+def in_trainer(model, folder, data, callback=lambda trainer: None, **more) -> object:
+    "Train in transformers; the callback."
+    import transformers
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *args): return None
+
+    usual = {"max_steps": 6, "per_device_train_batch_size": 8, "report_to": [], "save_strategy": "no",
+             "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "seed": 0}
+    arguments = transformers.TrainingArguments(folder, **{**usual, **more})
+    trainer = InOrder(model, arguments, train_dataset=data, eval_dataset=Rows(bad=1))
+    made = callback(trainer)
+    if made is not None: trainer.add_callback(made)
+    trainer.train()
+    return made
+
+
+@pytest.mark.parametrize("micro", (1, 2))
+def test_in_the_trainer_of_transformers(tmp_path, micro, capsys):
+    "Evaluation meets a NaN at every step, and is no step."
+    model, plain, folder = Sums(), Sums(), tmp_path / "record"
+    model.breaks_at = plain.breaks_at = 4 * micro
+    more = {"gradient_accumulation_steps": micro, "eval_strategy": "steps", "eval_steps": 1}
+    watch = in_trainer(model, tmp_path / "a", Rows(), lambda t: transformers_record(t, folder), **more)
+    in_trainer(plain, tmp_path / "b", Rows(), **more)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(model.parameters(), plain.parameters()))
+    r, cause = read_recording(folder), first_cause(read_recording(folder))
+    assert r.steps == [1, 2, 3, 4] and r.losses()[:3].min() > 0 and math.isnan(r.losses()[3])
+    assert (cause.kind, cause.layer, cause.step) == ("zero scale", "down", 4)
+    assert str(cause) in capsys.readouterr().err and str(watch.meter.cause) == str(cause)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def with_lightning(model, data, callback, steps=6, fails_at=0, **more):
+    "Train in Lightning, whose training_step calls a part of its module."
+    import lightning.pytorch as pl
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch, i):
+            if i + 1 == fails_at: raise KeyError("the loop's own")
+            return self.net(**batch)["loss"]
+
+        def validation_step(self, batch, i): self.net(**batch)
+
+        def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    loaders = (torch.utils.data.DataLoader(rows, 8) for rows in (data, Rows(bad=1)))
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = pl.Trainer(accelerator="cpu", max_steps=steps, callbacks=[callback] if callback else [],
+                         val_check_interval=2, **dict.fromkeys(quiet, False), **more)
+    trainer.fit(Module(), *loaders)
+    return callback
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("micro", (1, 2))
+def test_in_lightning(tmp_path, micro, capsys):
+    model, plain = Sums(), Sums()
+    model.breaks_at = plain.breaks_at = 3 * micro
+    more = {"steps": 4, "accumulate_grad_batches": micro}
+    watch = with_lightning(model, Rows(), lightning_record(tmp_path), **more)
+    with_lightning(plain, Rows(), None, **more)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(model.parameters(), plain.parameters()))
+    r, cause = read_recording(tmp_path), first_cause(read_recording(tmp_path))
+    assert r.steps == [1, 2, 3] and r.losses()[:2].min() > 0 and math.isnan(r.losses()[2])
+    assert (cause.kind, cause.layer, cause.step) == ("zero scale", "net.down", 3)
+    assert str(watch.meter.cause) == str(cause) and str(cause) in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_gives_its_batches_and_an_exception_leaves_a_recording(tmp_path):
+    bad = with_lightning(Sums(), Rows(bad=19), lightning_record(), steps=4).meter.cause
+    assert (bad.kind, bad.step) == ("non-finite data", 3)
+    with pytest.raises(KeyError): with_lightning(Sums(), Rows(), lightning_record(tmp_path), fails_at=4)
+    r = read_recording(tmp_path)
+    assert r.steps == [1, 2, 3, 4] and len([f for f in r.facts if "loss" in f]) == 3  # of the fourth, the batch
+    assert r.get("", "input", "amax")[3] > 0
+
+
+def test_with_accelerate_and_a_wrapped_optimizer():
+    import accelerate
+
+    model, data = Sums(), torch.utils.data.DataLoader(Rows(), 8)
+    own = accelerate.Accelerator(cpu=True)
+    model.breaks_at = 3
+    model, optimizer, data = own.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), data)
+    with altgrad.record(model, optimizer) as recorder:
+        for batch in data:
+            own.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("zero scale", "down", 3)
+
+
+@pytest.mark.parametrize("make", (
+    lambda: lightning_record(every=0), lambda: lightning_record(last="5"), lambda: lightning_record(dump=True),
+    lambda: transformers_record(None, every=1.5),
+))
+def test_callbacks_refuse_wrong_settings_at_once(make):
+    with pytest.raises(InputError): make()
