@@ -10,6 +10,7 @@ import faults
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import altgrad
 from altgrad.basics import InputError
@@ -592,6 +593,29 @@ def test_a_glance_has_the_magnitudes_of_a_measured_step():
     left = [r.get("fc1", "weight update", "reference") for r in (full, glanced)]
     assert (left[0] == left[1]).all()
     assert (full.rms("fc1", "weight update") == pytest.approx(glanced.rms("fc1", "weight update"), rel=2048 * 2.0**-24))
+
+
+def test_a_glance_takes_few_operations():
+    "For a layer with weight and bias: seven magnitudes, a sample before and after, two norms, what moves them."
+    class Calls(TorchDispatchMode):
+        n = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Calls.n += 1
+            return func(*args, **(kwargs or {}))
+
+    def operations(every, layers=8):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+        recorder = altgrad.record(model, sgd, every=every or 1)
+        if every: recorder.start()
+        loop(model, sgd, 2, torch.ones(2, 8))  # of the step that follows, the end of the second is a part
+        Calls.n = 0
+        with Calls(): loop(model, sgd, 1, torch.ones(2, 8))
+        if every: recorder.stop()
+        return Calls.n / layers
+    bare, glanced, measured = map(operations, (0, 10, 1))
+    assert glanced - bare <= 28 and measured - bare > 5 * (glanced - bare)
 
 
 def test_the_ring_keeps_the_last_measured_steps_too():

@@ -26,7 +26,7 @@ from .cause import Cause, Usual, diverges, first_cause, is_broken
 from .loops import (WRAPPERS, LoopMeter, check_every, check_pair, codes_of,
                                     in_lightning, in_transformers, parts_of_loop, sampled,
                                     values_of)
-from .recording import (INDEX, Recording, enter, extreme, first_look, merge, note,
+from .recording import (INDEX, Recording, extreme, first_look, merge, note,
                                         plot_recording, with_shares, write_recording)
 from .what_if import write_dump
 
@@ -183,14 +183,11 @@ def _shrunk(w: Tensor, u: Tensor) -> dict[str, Tensor]:
     within = lambda low, high: ((left > low) & (left < high)).sum()
     return {"halved": within(0.45, 0.55), "shrunk": within(0.6, 0.9)}
 
-def _update(b: _Before, group: dict[str, Any], state: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    "What `first_look` gives of an update, with what else is counted."
-    u = _beside(b.p, state, b.n) - b.w
-    stats, spots = first_look(u)
-    return enter(stats, {
-        "absorbed": (u == 0)[b.pushed].double().mean() if b.nearest else math.nan, **_shrunk(b.w, u), "decay": b.decay,
-        "epsilon": _epsilon(state, group, b.pushed, b.n),
-    }), spots
+def _update(b: _Before, u: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    "What is counted of an update, beside what every tensor has."
+    absorbed = (u == 0)[b.pushed].double().mean() if b.nearest else math.nan
+    epsilon = _epsilon(state, group, b.pushed, b.n)
+    return {"absorbed": absorbed, "decay": b.decay, "epsilon": epsilon, **_shrunk(b.w, u)}
 
 # %% ../../nbs/watching/13_record.ipynb #385e98dc
 EVERY = 10  # steps from one that is measured to the next
@@ -238,17 +235,18 @@ class _Row:
                 found[key] = merge(found[key], stats) if key in found else stats
         rows = {key: stats.numpy() for key, stats in found.items()}
         if not self.notes: return rows
-        values = [torch.as_tensor(value, dtype=torch.float64) for *_, value in self.notes]
+        values = [torch.as_tensor(value) for *_, value in self.notes]
         for (key, stat, _), value in zip(self.notes, _on_host(values)):
             if key not in rows: rows[key] = np.full(len(INDEX), np.nan)
             note(rows[key], stat, value)
         return rows
 
 def _on_host(values: list[Tensor]) -> list[float]:
-    "Numbers of several devices, with one wait for each."
+    "Numbers of several devices and dtypes, with one wait for each of these."
     found = dict.fromkeys(range(len(values)), 0.0)
-    for device in {value.device for value in values}:
-        here = [i for i, value in enumerate(values) if value.device == device]
+    kinds = [(value.device, value.dtype) for value in values]
+    for kind in set(kinds):
+        here = [i for i, own in enumerate(kinds) if own == kind]
         found |= zip(here, torch.stack([values[i] for i in here]).tolist())
     return list(found.values())
 
@@ -338,9 +336,9 @@ class _Forward:
         "What a layer was given and what it returned, in full."
         if x is not None: self.add(name, "input", x, self.r._seen(x))
         if y is None: return
-        stats, spots = self.r._seen(y)
+        self.add(name, "output", y, self.r._seen(y))
         made = compare_product(module, x, y) if x is not None else {}
-        self.add(name, "output", y, (enter(stats, made) if made else stats, spots))
+        for stat, value in made.items(): row.note(name, "output", stat, value)
 
     def glance(self, row: _Row, name: str, module: nn.Module, x: Any, y: Any) -> None:
         "The largest magnitudes alone; of the first layer that breaks, where looking is free, more."
@@ -437,14 +435,17 @@ class _Steps:
             if main: row.note(name, "weight update", "reference", left)
         for name, b, group in self.kept:
             state = o.state.get(b.p, {})
-            row.add(name, "weight update", *_update(b, group, state))
+            u = _beside(b.p, state, b.n) - b.w
+            row.add(name, "weight update", *first_look(u))
+            counted = _update(b, u, group, state)
+            for stat, value in counted.items(): row.note(name, "weight update", stat, value)
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == b.p.shape and value.numel():
-                    if value.is_floating_point(): row.add(name, f"moment {key}", *first_look(value))
+                    if value.is_floating_point(): row.note(name, f"moment {key}", "amax", extreme(value))
         for name, p, w in self.samples:
             u = sampled(codes_of(p), len(w)).float() - w
             for tensor, x in (("weight", w), ("weight update", u)):
-                row.note(name, tensor, "squares", torch.linalg.vector_norm(x).square())
+                row.note(name, tensor, "norm", torch.linalg.vector_norm(x))
                 row.note(name, tensor, "elements", len(w))
         self.kept, self.samples = [], []
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FORMATS', 'SAMPLE', 'BLOCKS', 'STATS', 'INDEX', 'VERSION', 'merge', 'shares', 'first_look', 'with_shares', 'measure',
-           'enter', 'extreme', 'note', 'Recording', 'is_recording', 'write_recording', 'check_zip', 'read_recording',
+           'extreme', 'note', 'Recording', 'is_recording', 'write_recording', 'check_zip', 'read_recording',
            'plot_recording']
 
 # %% ../../nbs/watching/11_recording.ipynb #7b56dfff
@@ -16,10 +16,11 @@ import zlib
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..basics import (LARGEST_RECORD, InputError, make_folder, parse_json, read_small,
@@ -157,10 +158,9 @@ def first_look(
     ratio = amax / largest.median() if channels and x.dim() > 1 else torch.full_like(amax, torch.nan)
     squares = torch.linalg.vector_norm(magnitude, dtype=torch.float64).square()
     least = magnitude.where(magnitude > 0, torch.inf).amin()
-    found = torch.full((len(STATS),), torch.nan, dtype=torch.float64, device=x.device)
-    found[1:8] = torch.stack([*bad, x.numel() - nonzero, squares, amax, least, ratio])
-    found[0] = x.numel()
-    return found, _spots(magnitude.float())
+    n = torch.full_like(squares, x.numel())
+    found = torch.stack([n, *bad, x.numel() - nonzero, squares, amax, least, ratio]).double()
+    return F.pad(found, (0, len(STATS) - len(found)), value=torch.nan), _spots(magnitude.float())
 
 # %% ../../nbs/watching/11_recording.ipynb #eb992c65
 @torch.no_grad()
@@ -183,38 +183,31 @@ def measure(
     stats, spots = first_look(x, channels)
     return with_shares(stats[None], spots[None])[0]
 
-# %% ../../nbs/watching/11_recording.ipynb #cda0c00c
-def enter(
-    stats: Tensor,  # [stats], from `measure`
-    known: dict[str, Any],  # further statistics, by name: numbers, or tensors of 0 dimensions
-) -> Tensor:  # [stats], another tensor
-    "Return statistics with further ones."
-    stats = stats.clone()
-    for name, value in known.items(): stats[INDEX[name]] = value
-    return stats
-
 # %% ../../nbs/watching/11_recording.ipynb #666fb395
 @torch.no_grad()
 def extreme(
-    x: Tensor,  # float, of any shape and device, not empty
+    x: Tensor,  # float, of any shape and device
 ) -> Tensor:  # of 0 dimensions
     "Return the largest magnitude in one pass: NaN where any element is, else infinite."
     if x.is_meta: raise InputError("tensors on the meta device have no values")
     if x.layout != torch.strided: x = x.coalesce().values()
-    x = x.detach() if x.itemsize > 1 else x.detach().float()
-    return torch.linalg.vector_norm(x, torch.inf)
+    if not x.numel(): return torch.zeros((), device=x.device)  # as of a sparse gradient
+    return torch.linalg.vector_norm(x if x.itemsize > 1 else x.float(), torch.inf)
+
+_MERGED: dict[str, Callable] = {"sum": lambda old, new: np.nansum([old, new]), "max": np.fmax, "min": np.fmin}
 
 def note(
     stats: np.ndarray,  # [stats], is changed
-    name: str,  # of `STATS`, or "finite"
+    name: str,  # of `STATS`, or "finite", or "norm" for the squares
     value: float,  # from `extreme`, for an amax and for "finite"
 ) -> None:
-    "Enter one number; of an amax, or of whether a tensor is finite, what it says of NaN as well."
+    "Merge one number in; of an amax, or of whether a tensor is finite, what it says of NaN as well."
     if name in ("amax", "finite"):
         for bad, there in (("nan", math.isnan(value)), ("inf", math.isinf(value))):
             stats[INDEX[bad]] = np.fmax(stats[INDEX[bad]], there)  # how many is not known
     if name == "finite" or name == "amax" and not math.isfinite(value): return
-    stats[INDEX[name]] = np.fmax(stats[INDEX[name]], value) if name == "amax" else value
+    if name == "norm": name, value = "squares", value**2
+    stats[INDEX[name]] = _MERGED[STATS[name]](stats[INDEX[name]], value)
 
 # %% ../../nbs/watching/11_recording.ipynb #4d12a290
 VERSION = 1  # of the files
