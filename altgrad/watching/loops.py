@@ -84,7 +84,7 @@ def check_every(every: Any) -> None:
 
 # %% ../../nbs/watching/15_loops.ipynb #9a35375b
 def local(
-    t: Tensor,  # of any kind
+    t: Tensor,  # of any shape and kind
 ) -> Tensor:
     "Return a tensor's part on this process, where it is spread over several."
     return t.to_local() if hasattr(t, "to_local") else t
