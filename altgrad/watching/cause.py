@@ -53,6 +53,7 @@ def diverges(
         if usual[i] > 0 and min(losses[i], losses[i + 1]) > RISE * usual[i]: return i
     return None
 
+# %% ../../nbs/watching/12_cause.ipynb #51bf3495
 def is_broken(
     loss: float | None,  # None where none was told
     bad: set[tuple[str, str]],  # layer and tensor of what is not finite
@@ -419,6 +420,7 @@ def _own(s: _Sight) -> Iterator[Suspect]:
             yield s.suspect(i, "optimizer", "NaN from the optimizer", layer, "weight update",
                             wrong=s.r.wrong(layer, "weight update", i))
 
+# %% ../../nbs/watching/12_cause.ipynb #3ebc8f2b
 @_check("optimizer", True)
 def _jumps(s: _Sight) -> Iterator[Suspect]:
     for layer in _sized(s):
@@ -623,6 +625,7 @@ def _borne(s: _Sight, one: Suspect, found: list[tuple[Suspect, bool]]) -> bool:
     way = s.layers[max(0, int(one.order)) : s.order[born.layer]]
     return not any(s.grew(layer, "output", born.place) for layer in way)
 
+# %% ../../nbs/watching/12_cause.ipynb #529fec82
 def first_cause(r: Recording) -> Cause | None:
     "Return what broke first in a recording; None where nothing did."
     s = _Sight(r)

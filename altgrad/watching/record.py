@@ -58,6 +58,7 @@ def _matrix(module: nn.Module) -> Tensor:
     w = codes_of(_main(module)).detach()
     return w.T if _transposed(module) else w
 
+# %% ../../nbs/watching/13_record.ipynb #4383b06a
 def _facts_of(name: str, module: nn.Module) -> dict[str, Any]:
     "What a recording says of a layer."
     kind = next((k for k, t in _KINDS.items() if isinstance(module, t)), "other")
@@ -194,6 +195,7 @@ EVERY = 10  # steps from one that is measured to the next
 LAST = 64  # steps, and as many that were measured
 RESTS = 3  # broken steps, after which a recorder rests
 
+# %% ../../nbs/watching/13_record.ipynb #1da07cd4
 class _Row:
     "A step that is being recorded."
     def __init__(self, step: int, full: bool, usual: float):
@@ -241,6 +243,7 @@ class _Row:
             note(rows[key], stat, value)
         return rows
 
+# %% ../../nbs/watching/13_record.ipynb #67ae74a4
 def _on_host(values: list[Tensor]) -> list[float]:
     "Numbers of several devices and dtypes, with one wait for each of these."
     found = dict.fromkeys(range(len(values)), 0.0)
@@ -483,7 +486,7 @@ class Recorder(LoopMeter):
         self._in_turn = set(range(len(optimizers)))  # those that a step waits for
         self._old: set[int] = set()  # optimizers whose gradients were there before the backward pass
         self._risen = False  # whether a loss was seen to rise
-        self._due = False  # whether a break is to be told after the next measured step
+        self._due = False  # whether that is to be told after the next measured step
         self._broken = 0  # steps since the first sign of a break
         self._usual = Usual()
         self._seen, self._glimpsed = _Seen(_in_channels), _Seen(extreme)
@@ -513,8 +516,7 @@ class Recorder(LoopMeter):
     def _let_go(self) -> None:
         if not self.saved and self.folder is not None and self._all(): _save_last(self)
         self._owners, self._row = {}, None
-        self._seen.kept.clear()
-        self._glimpsed.kept.clear()
+        for seen in (self._seen, self._glimpsed): seen.kept.clear()
 
     @property
     def recording(self) -> Recording:
@@ -555,8 +557,7 @@ class Recorder(LoopMeter):
 
     def _all(self) -> list[tuple]:
         "The steps that are kept, in order."
-        first = [self._first] if self._first else []
-        kept = {row[0]: row for row in (*first, *self._measured, *self._rows)}
+        kept = {row[0]: row for row in (self._first, *self._measured, *self._rows) if row}
         return [kept[step] for step in sorted(kept)]
 
     def _start(self) -> None:
@@ -659,6 +660,7 @@ def _report(r: Recorder) -> None:
     tell(f"altgrad.record, step {r._rows[-1][0]}: {r.finding}")
     if r.folder is not None: r.save()
 
+# %% ../../nbs/watching/13_record.ipynb #f5cab325
 def _recording(r: Recorder) -> Recording:
     "The kept steps as one array."
     rows = r._all() if r._rows else []

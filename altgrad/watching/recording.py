@@ -212,6 +212,7 @@ def note(
 # %% ../../nbs/watching/11_recording.ipynb #4d12a290
 VERSION = 1  # of the files
 
+# %% ../../nbs/watching/11_recording.ipynb #17a17704
 @dataclass
 class Recording:
     "The statistics of the last steps of a run; of those that were not measured, only largest magnitudes."
