@@ -101,8 +101,12 @@ def recipe_of(
 # %% ../../nbs/evidence/00_instrument.ipynb #099c341d
 def blank_model(r: Recipe) -> GPT:
     "A GPT of the recipe's shape; its weights come from torch's generator."
-    return GPT(GPTConfig(n_layer=r.n_layer, n_head=r.n_head, n_embd=r.n_embd,
-                         block_size=r.block_size))
+    model = GPT(GPTConfig(n_layer=r.n_layer, n_head=r.n_head, n_embd=r.n_embd,
+                          block_size=r.block_size))
+    if not r.scratch: return model
+    for m in model.blocks.modules():  # a size of 1 / sqrt(inputs) in the place of 0.02
+        if isinstance(m, nn.Linear): m.weight.data *= 50 / m.in_features**0.5
+    return model
 
 # %% ../../nbs/evidence/00_instrument.ipynb #ae42f069
 def ramp(
