@@ -85,9 +85,8 @@ def content() -> list[tuple[str, Any]]:
         ("head", "What to do: the cheapest way to keep a weight, by AdamW"),
         ("table", table("loss_against_bits", "| format |", after="By AdamW")),
         ("text", (
-            "Nats above AdamW with FP32 master weights (96 bits in all with its moments). A weight on the grid that "
-            "remembers two or four bits of what rounding dropped needs no master copy, and no rule that knows the "
-            "geometry."
+            "Nats above AdamW with FP32 master weights (96 bits in all with its moments). At zero or "
+            "below, a few bits that remember what rounding dropped do the work of a master copy."
         )),
         ("head", "What was expected and did not happen"),
         ("text", (
