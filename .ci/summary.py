@@ -57,7 +57,10 @@ def table(study: str, head: str, after: str = "") -> list[list[str]]:
 
 def verdicts(study: str, head: str) -> str:
     "Claims of a study's table that were refuted, in words."
-    return "; ".join(row[0] for row in table(study, head) if any("refuted" in c for c in row[1:]))
+    (_, *heads), *rows = table(study, head)
+    where = {claim: [h for h, c in zip(heads, cells) if "refuted" in c] for claim, *cells in rows}
+    named = {claim: f" ({', '.join(w)})" if w != ["verdict"] else "" for claim, w in where.items() if w}
+    return "; ".join(claim + formats for claim, formats in named.items())
 
 
 def content() -> list[tuple[str, Any]]:
