@@ -1307,3 +1307,4 @@ def _work(pipe: Any, load: Callable[[], Callable], asks: dict[str, Any]) -> None
     def beat(share: float) -> None: pipe.send(("beat", share))
     try: pipe.send(("verdict", judge(load(), beat=beat, **asks)))
     except InputError as e: pipe.send(("wrong", str(e)))
+    except BrokenPipeError: pass  # nobody waits for it any more
