@@ -74,6 +74,7 @@ EVIDENCE := the_answer failure_atlas dashboard better_rule
 evidence: $(INSTALLED) ## rebuild every table and figure of the central study from the stored ledger (a minute)
 	@$(ISOLATED) $(BIN)/python .ci/notebooks.py execute $(EVIDENCE:%=nbs/studies/%.ipynb)
 	@$(BIN)/python .ci/answer.py
+	@$(BIN)/python .ci/summary.py
 	@$(ISOLATED) $(BIN)/python .ci/notebooks.py execute nbs/index.ipynb
 	@$(BIN)/python .ci/notebooks.py readme
 

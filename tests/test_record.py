@@ -2,26 +2,29 @@
 it changes no bit and holds no tensor, and input that would break it."""
 import gc
 import json
+import logging
+import math
 import weakref
 
 import faults
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import altgrad
 from altgrad.basics import InputError
 from altgrad.cli import main
 from altgrad.watching.cause import SAID, first_cause
-from altgrad.watching.record import Recorder
+from altgrad.watching.record import Recorder, lightning_record, transformers_record
 from altgrad.watching.recording import read_recording
 from altgrad.watching.what_if import read_dump, what_if
 
 
-def recorded(run: faults.Run, **how) -> Recorder:
+def recorded(run: faults.Run, every: int = 1, **how) -> Recorder:
     "The recorder of a whole run."
     run.prepare()
-    with altgrad.record(run.model, run.optim, **how) as recorder: run.train(recorder.loss)
+    with altgrad.record(run.model, run.optim, every=every, **how) as recorder: run.train(recorder.loss)
     assert not recorder.stopped
     return recorder
 
@@ -99,7 +102,7 @@ def test_nothing_is_held_between_steps():
 def test_accumulated_batches_are_one_step_and_evaluation_is_none():
     layer = nn.Linear(4, 4)
     sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with altgrad.record(layer, sgd) as recorder:
+    with altgrad.record(layer, sgd, every=1) as recorder:
         for _ in range(3):
             for _ in range(4): layer(torch.randn(5, 4)).square().mean().backward()
             sgd.step()
@@ -336,3 +339,457 @@ def test_two_models_against_each_other_have_no_gradient_that_was_forgotten():
             recorder.loss(-other(made).mean()).backward()
             optimizers[0].step()
     assert recorder.cause is None
+
+
+# what was named wrongly once
+
+
+def steps_of(model, optimizer, told, steps, before=lambda step: None, x=None):
+    "A loop of regression whose `before` is called with each step's number."
+    g = torch.Generator().manual_seed(1)
+    for step in range(1, steps + 1):
+        before(step)
+        given = torch.randn(16, 8, generator=g) if x is None else x
+        told(model(given).float().square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Spiky(nn.Linear):
+    "A layer whose last channel is a thousand times as large from the step `now` on."
+    now, factor = False, 1e3
+
+    def forward(self, x):
+        y = super().forward(x)
+        if not self.now: return y
+        return y * torch.where(torch.arange(y.shape[-1]) == y.shape[-1] - 1, self.factor, 1.0).to(y.dtype)
+
+
+class Divides(nn.Linear):
+    "A layer that divides by a scale of zero from the step `now` on."
+    now = False
+
+    def forward(self, x): return super().forward(x / 0 * 0 if self.now else x)
+
+
+class Spared(nn.Module):
+    "Two layers; the second never sees the last channel of the first."
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = Spiky(8, 17), Divides(16, 4)
+
+    def forward(self, x): return self.b(self.a(x)[..., :16])
+
+
+@pytest.mark.parametrize("broke", (4, 20))
+def test_an_outlier_that_did_no_harm_is_not_what_broke(broke):
+    model = Spared()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    def before(step): model.a.now, model.b.now = step >= 3, step >= broke
+    with altgrad.record(model, sgd, every=1) as recorder:
+        steps_of(model, sgd, recorder.loss, broke + 2, before)
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("zero scale", "b", broke)
+
+
+def test_an_outlier_that_overflows_is_what_broke():
+    torch.manual_seed(0)
+    model = nn.Sequential(Spiky(8, 16), nn.Linear(16, 4)).half()
+    with torch.no_grad(): model[1].weight.fill_(4.0)
+    model[0].factor = 3e4
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    def before(step): model[0].now = step >= 5
+    with altgrad.record(model, sgd, every=1) as recorder:
+        steps_of(model, sgd, recorder.loss, 7, before, x=torch.ones(16, 8).half())
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("outlier channel", "0", 5)
+
+
+@pytest.mark.parametrize("layer", (nn.Linear(8, 8), nn.LayerNorm(8)), ids=("linear", "norm"))
+def test_a_number_that_is_not_finite_in_a_bias_is_not_the_layers_arithmetic(layer):
+    model = nn.Sequential(nn.Linear(8, 8), layer)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    def before(step):
+        if step == 5: layer.bias.data[3] = torch.nan
+    with altgrad.record(model, sgd, every=1) as recorder: steps_of(model, sgd, recorder.loss, 7, before)
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("changed outside a step", "1", 5)
+    assert "nan" in cause.said
+
+
+def test_weights_that_are_not_finite_from_the_beginning_are_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].bias.data[0] = torch.inf
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd, every=1) as recorder: steps_of(model, sgd, recorder.loss, 3)
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("initial weights not finite", "1", 1)
+
+
+def test_a_step_that_makes_nan_of_finite_numbers_is_named():
+    "Adam without an epsilon divides 0 by 0 where an input, and so a gradient, is always zero."
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3, eps=0.0)
+    x = torch.rand(16, 8)
+    x[:, 0] = 0
+    with altgrad.record(model, adam, every=1) as recorder: steps_of(model, adam, recorder.loss, 3, x=x)
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("NaN from the optimizer", "0", 1)
+
+
+@pytest.mark.parametrize("rate", (math.nan, math.inf))
+def test_a_rate_that_is_no_number_is_named(rate, tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    def before(step): sgd.param_groups[0]["lr"] = rate if step >= 5 else 0.01
+    with altgrad.record(model, sgd, folder=tmp_path, every=1) as recorder:
+        steps_of(model, sgd, recorder.loss, 7, before)
+    for cause in (recorder.cause, first_cause(read_recording(tmp_path))):
+        assert (cause.kind, cause.layer, cause.step) == ("rate is not finite", "", 5)
+        assert f"rate is {rate}" in cause.said
+
+
+@pytest.mark.parametrize("every", (1, 10))
+def test_recorder_and_autopsy_agree_on_a_slow_divergence(tmp_path, capsys, every):
+    "The loss grows by 1 % a step: the last 16 steps alone do not show that it has tripled."
+    model = nn.Linear(8, 8)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    with altgrad.record(model, sgd, folder=tmp_path, last=16, every=every) as recorder:
+        x = torch.randn(4, 8)
+        for step in range(300):
+            recorder.loss(model(x).square().mean() * 0 + 1.01**step).backward()
+            sgd.step()
+            sgd.zero_grad()
+    told = capsys.readouterr().err.splitlines()
+    again = first_cause(read_recording(tmp_path))
+    # at step n + 1 the loss is 1.01^n, and the median of those before it 1.01^((n - 1) / 2)
+    first = next(n for n in range(300) if 1.01 ** (n - (n - 1) / 2) > 3) + 1
+    assert len(told) == 1 and again.step == first and str(again) in told[0]
+    assert "in the median" in again.said
+
+
+def test_a_normalization_with_stored_statistics_is_not_accused_of_its_epsilon():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model[1].running_var.fill_(1e4)
+    model[1].eval()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd, every=1) as recorder: steps_of(model, sgd, recorder.loss, 8)
+    assert recorder.cause is None
+
+
+def test_conv1d_of_transformers_is_a_linear_layer(tmp_path):
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(12, 8), nn.ReLU(), Conv1D(4, 12))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd, folder=tmp_path, dump=True, every=1) as recorder:
+        steps_of(model, sgd, recorder.loss, 4)
+    r = recorder.recording
+    assert [(x["kind"], x["fan_in"]) for x in r.layers] == [("Linear", 8), ("other", None), ("Linear", 12)]
+    # so many roundings in a sum
+    assert 0 <= r.get("0", "output", "error").max() < 8 * 2.0**-24
+    lost = what_if(tmp_path, "E4M3")
+    assert [one.layer for one in lost] == ["0", "2"] and all(0 < one.error_weight < 0.1 for one in lost)
+
+
+@pytest.mark.parametrize("layers, words", (
+    ({"a": {"input": torch.ones(4, 3), "weight": torch.ones(5, 7)}}, "input"),
+    ({"a": {"gradient": torch.ones(4, 3), "weight": torch.ones(5, 7)}}, "gradient"),
+    ({"a": {"input": torch.ones(4, 7), "gradient": torch.ones(3, 5), "weight": torch.ones(5, 7)}}, "rows"),
+    ({"a": {"input": torch.tensor(1.0), "weight": torch.ones(5, 7)}}, "input"),
+    ({"a": {"input": torch.ones(0, 7), "weight": torch.ones(5, 7)}}, "input"),
+    ({"a": {"input": torch.ones(4, 7, dtype=torch.complex64), "weight": torch.ones(5, 7)}}, "input"),
+    ({"a": {"weight": torch.ones(5, 7, dtype=torch.int32)}}, "weight"),
+    ({"a": {"weight": torch.ones(5)}}, "weight"),
+    ({"a": {"weight": torch.ones(0, 7)}}, "weight"),
+    ({"a": {"weight": torch.ones(5, 7), "other": torch.ones(1)}}, "other"),
+    ({"a": {"input": torch.tensor(1.0), "weight": torch.ones(5, 7, 3)}}, "input"),
+    ({3: {"weight": torch.ones(5, 7)}}, "name"),
+    ({"a": {"weight": torch.ones(5, 7).to_sparse()}}, "weight"),
+))
+def test_a_dump_whose_tensors_do_not_fit_is_refused_in_one_line(layers, words, tmp_path, capsys):
+    torch.save({"altgrad_dump": 1, "step": 1, "layers": layers}, tmp_path / "dump.pt")
+    assert main(["what-if", str(tmp_path), "--format", "E5M2"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and words in said
+
+
+def test_two_optimizers_in_turn_make_one_step_an_iteration():
+    torch.manual_seed(0)
+    one, other = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (one, other)]
+    with altgrad.record([one, other], optimizers, every=1) as recorder:
+        for _ in range(10):
+            made = one(torch.randn(8, 4))
+            optimizers[1].zero_grad()
+            (other(made.detach()) - other(torch.randn(8, 4))).mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            (-other(made).mean()).backward()
+            optimizers[0].step()
+    assert recorder.recording.steps == list(range(1, 11)) and recorder.cause is None
+
+
+@pytest.mark.parametrize("each", (1, 3))
+def test_an_optimizer_that_rests_ends_no_step_and_holds_none_up(each):
+    "The second optimizer steps once in `each` iterations, and at first not at all."
+    torch.manual_seed(0)
+    one, other = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (one, other)]
+    with altgrad.record([one, other], optimizers, every=1) as recorder:
+        for i in range(24):
+            other(one(torch.randn(8, 4))).square().mean().backward()
+            optimizers[0].step()
+            if i >= 12 and i % each == 0: optimizers[1].step()
+            for o in optimizers: o.zero_grad()
+    # the first iteration waits for the second optimizer, which does not come
+    assert 22 <= len(recorder.recording.steps) <= 24 and recorder.cause is None
+
+
+def test_a_model_that_is_used_by_its_parts_is_recorded():
+    "Its own forward is never called, as in Lightning's training_step."
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd, every=1) as recorder:
+        steps_of(lambda x: model["b"](model["a"](x)), sgd, recorder.loss, 4)
+    assert recorder.recording.steps == [1, 2, 3, 4] and len(recorder.recording.losses()) == 4
+    assert recorder.recording.get("a", "input", "elements").tolist() == [16 * 8] * 4
+
+
+# steps that are not measured
+
+AT_ONCE = {  # kinds that a glance sees
+    "non-finite data", "data out of range", "non-finite loss", "overflow", "division by zero", "rate too large",
+    "initial weights too large", "not in the optimizer", "cut from the loss", "changed outside a step", "rate is zero",
+}
+TWICE = {"gradient lost", "coarse sums", "gradient underflow"}  # that two measured steps have to show
+
+
+@pytest.mark.parametrize("fault", [f for f in faults.FAULTS if f.family == "conv"], ids=lambda f: f.id)
+def test_between_measured_steps_a_fault_is_seen_at_once_or_late_and_never_as_another(fault):
+    "Steps 1, 4 and 8 are measured; most faults come at 5. A loss that rises has the next step measured, too."
+    cause = recorded(fault.run(), every=4).cause
+    if fault.kind in TWICE: assert cause is None
+    else:
+        assert (cause.kind, cause.layer) == (fault.kind, fault.layer)
+        at_once = fault.kind in AT_ONCE or fault.step == 1
+        assert cause.step == fault.step if at_once else fault.step <= cause.step <= 8
+
+
+@pytest.mark.parametrize("run", faults.HEALTHY, ids=lambda r: r.id)
+def test_a_healthy_run_is_not_accused_between_measured_steps(run):
+    assert recorded(run.run(), every=4).cause is None
+
+
+def test_a_glance_has_the_magnitudes_of_a_measured_step():
+    full, glanced = (recorded(faults.Run("conv"), every=every).recording for every in (1, 10))
+    assert glanced.measured().tolist() == [True] + 8 * [False] + [True] and full.measured().all()
+    for layer, tensor in glanced.series:
+        if tensor in ("input", "output", "weight", "weight gradient"):
+            assert (glanced.get(layer, tensor, "amax") == full.get(layer, tensor, "amax")).all()
+            assert not glanced.bad(layer, tensor).any()
+    left = [r.get("fc1", "weight update", "reference") for r in (full, glanced)]
+    assert (left[0] == left[1]).all()
+    assert (full.rms("fc1", "weight update") == pytest.approx(glanced.rms("fc1", "weight update"), rel=2048 * 2.0**-24))
+
+
+def test_a_glance_takes_few_operations():
+    "For a layer with weight and bias: seven magnitudes, a sample before and after, two norms, what moves them."
+    class Calls(TorchDispatchMode):
+        n = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Calls.n += 1
+            return func(*args, **(kwargs or {}))
+
+    def operations(every, layers=8):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+        recorder = altgrad.record(model, sgd, every=every or 1)
+        if every: recorder.start()
+        loop(model, sgd, 2, torch.ones(2, 8))  # of the step that follows, the end of the second is a part
+        Calls.n = 0
+        with Calls(): loop(model, sgd, 1, torch.ones(2, 8))
+        if every: recorder.stop()
+        return Calls.n / layers
+    bare, glanced, measured = map(operations, (0, 10, 1))
+    assert glanced - bare <= 28 and measured - bare > 5 * (glanced - bare)
+
+
+def test_the_ring_keeps_the_last_measured_steps_too():
+    run = faults.Run("conv", steps=23)
+    assert recorded(run, every=5, last=3).recording.steps == [1, 10, 15, 20, 21, 22, 23]
+
+
+@pytest.mark.parametrize("every", (0, 2.0, True, None))
+def test_every_is_a_number_of_steps(every):
+    layer = nn.Linear(3, 3)
+    with pytest.raises(InputError, match="every must be"):
+        altgrad.record(layer, torch.optim.SGD(layer.parameters()), every=every)
+
+
+def test_a_fault_that_only_a_measured_step_shows_is_found_after_the_loss_rose(tmp_path, capsys):
+    "A layer of stale scale from step 12 on; the loss rises at 13, and a measured step would come at 20."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), Clips(32, 32), nn.Linear(32, 4))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    def before(step): model[1].now = step >= 12
+    with altgrad.record(model, sgd, folder=tmp_path) as recorder:
+        for step in range(1, 17):
+            before(step)
+            x = torch.randn(16, 8)
+            y = model(x)
+            recorder.loss((model[2](model[1].whole) - y).square().mean() + 1e-3).backward()
+            sgd.step()
+    told = capsys.readouterr().err
+    assert recorder.recording.measured().nonzero()[0].tolist() == [0, 9, 13]  # steps 1, 10, 14
+    cause = first_cause(read_recording(tmp_path))
+    assert (cause.kind, cause.layer, cause.step) == ("stale scale", "1", 14)
+    assert told.startswith("altgrad.record, step 14: step 14: stale scale in 1") and told.count("\n") == 1
+
+
+class Clips(nn.Linear):
+    "A layer that clips what it is given far below its range from the step `now` on."
+    now, whole = False, None
+
+    def forward(self, x):
+        self.whole = super().forward(x).detach()
+        return super().forward(x.clamp(-0.1, 0.1)) if self.now else super().forward(x)
+
+
+# in the loops of frameworks
+
+
+class Rows(torch.utils.data.Dataset):
+    "Inputs and the sums of their elements; the row `bad` has a NaN."
+    def __init__(self, bad=None):
+        self.x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+        if bad is not None: self.x[bad, 3] = torch.nan
+
+    def __len__(self): return 64
+
+    def __getitem__(self, i): return {"x": self.x[i], "labels": self.x[i].nansum()[None]}
+
+
+class Sums(nn.Module):
+    "Two linear layers, the second of which may divide by zero; it returns its loss, as transformers asks."
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.calls, self.breaks_at = nn.Linear(8, 32), Divides(32, 1), 0, 0
+
+    def forward(self, x, labels):
+        self.calls += self.training
+        self.down.now = self.training and self.calls == self.breaks_at
+        return {"loss": (self.down(self.up(x)) - labels).square().mean()}
+
+
+def in_trainer(model, folder, data, callback=lambda trainer: None, **more) -> object:
+    "Train in transformers; the callback."
+    import transformers
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *args): return None
+
+    usual = {"max_steps": 6, "per_device_train_batch_size": 8, "report_to": [], "save_strategy": "no",
+             "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "seed": 0}
+    arguments = transformers.TrainingArguments(folder, **{**usual, **more})
+    trainer = InOrder(model, arguments, train_dataset=data, eval_dataset=Rows(bad=1))
+    made = callback(trainer)
+    if made is not None: trainer.add_callback(made)
+    trainer.train()
+    return made
+
+
+@pytest.mark.parametrize("micro", (1, 2))
+def test_in_the_trainer_of_transformers(tmp_path, micro, capsys):
+    "Evaluation meets a NaN at every step, and is no step."
+    model, plain, folder = Sums(), Sums(), tmp_path / "record"
+    model.breaks_at = plain.breaks_at = 4 * micro
+    more = {"gradient_accumulation_steps": micro, "eval_strategy": "steps", "eval_steps": 1}
+    watch = in_trainer(model, tmp_path / "a", Rows(), lambda t: transformers_record(t, folder), **more)
+    in_trainer(plain, tmp_path / "b", Rows(), **more)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(model.parameters(), plain.parameters()))
+    r, cause = read_recording(folder), first_cause(read_recording(folder))
+    assert r.steps == [1, 2, 3, 4] and r.losses()[:3].min() > 0 and math.isnan(r.losses()[3])
+    assert (cause.kind, cause.layer, cause.step) == ("zero scale", "down", 4)
+    assert str(cause) in capsys.readouterr().err and str(watch.meter.cause) == str(cause)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def with_lightning(model, data, callback, steps=6, fails_at=0, **more):
+    "Train in Lightning, whose training_step calls a part of its module."
+    import lightning.pytorch as pl
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch, i):
+            if i + 1 == fails_at: raise KeyError("the loop's own")
+            return self.net(**batch)["loss"]
+
+        def validation_step(self, batch, i): self.net(**batch)
+
+        def configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    loaders = (torch.utils.data.DataLoader(rows, 8) for rows in (data, Rows(bad=1)))
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = pl.Trainer(accelerator="cpu", max_steps=steps, callbacks=[callback] if callback else [],
+                         val_check_interval=2, **dict.fromkeys(quiet, False), **more)
+    trainer.fit(Module(), *loaders)
+    return callback
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("micro", (1, 2))
+def test_in_lightning(tmp_path, micro, capsys):
+    model, plain = Sums(), Sums()
+    model.breaks_at = plain.breaks_at = 3 * micro
+    more = {"steps": 4, "accumulate_grad_batches": micro}
+    watch = with_lightning(model, Rows(), lightning_record(tmp_path), **more)
+    with_lightning(plain, Rows(), None, **more)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(model.parameters(), plain.parameters()))
+    r, cause = read_recording(tmp_path), first_cause(read_recording(tmp_path))
+    assert r.steps == [1, 2, 3] and r.losses()[:2].min() > 0 and math.isnan(r.losses()[2])
+    assert (cause.kind, cause.layer, cause.step) == ("zero scale", "net.down", 3)
+    assert str(watch.meter.cause) == str(cause) and str(cause) in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_gives_its_batches_and_an_exception_leaves_a_recording(tmp_path):
+    bad = with_lightning(Sums(), Rows(bad=19), lightning_record(), steps=4).meter.cause
+    assert (bad.kind, bad.step) == ("non-finite data", 3)
+    with pytest.raises(KeyError): with_lightning(Sums(), Rows(), lightning_record(tmp_path), fails_at=4)
+    r = read_recording(tmp_path)
+    assert r.steps == [1, 2, 3, 4] and len([f for f in r.facts if "loss" in f]) == 3  # of the fourth, the batch
+    assert r.get("", "input", "amax")[3] > 0
+
+
+def test_with_accelerate_and_a_wrapped_optimizer():
+    import accelerate
+
+    model, data = Sums(), torch.utils.data.DataLoader(Rows(), 8)
+    own = accelerate.Accelerator(cpu=True)
+    model.breaks_at = 3
+    model, optimizer, data = own.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), data)
+    with altgrad.record(model, optimizer) as recorder:
+        for batch in data:
+            own.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    cause = recorder.cause
+    assert (cause.kind, cause.layer, cause.step) == ("zero scale", "down", 3)
+
+
+@pytest.mark.parametrize("make", (
+    lambda: lightning_record(every=0), lambda: lightning_record(last="5"), lambda: lightning_record(dump=True),
+    lambda: transformers_record(None, every=1.5),
+))
+def test_callbacks_refuse_wrong_settings_at_once(make):
+    with pytest.raises(InputError): make()

@@ -1,6 +1,7 @@
 """Stored results: each says where it comes from, and the claims that the pages make of them
 hold."""
 import base64
+import importlib.util
 import json
 import re
 import subprocess
@@ -202,3 +203,15 @@ def test_the_figure_at_the_top_is_the_one_of_the_answer():
     assert base64.b64decode(figures[0]) == (NBS / "images/the_answer.png").read_bytes(), (
         "run `make evidence`"
     )
+
+
+def test_the_summary_is_of_the_pages_as_they_are():
+    spec = importlib.util.spec_from_file_location("summary", NBS.parent / ".ci/summary.py")
+    summary = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(summary)
+    pdf = (NBS / "images/summary.pdf").read_bytes()
+    assert pdf.count(b"/Type /Page ") == 1
+    assert summary.hash_of(summary.content()).encode() in pdf, "make evidence writes it again"
+    readme = (NBS.parent / "README.md").read_text(encoding="utf-8")
+    first = next(what for kind, what in summary.content() if kind == "table")
+    assert all(cell in readme.replace("*", "") for row in first for cell in row)

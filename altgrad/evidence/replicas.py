@@ -119,6 +119,7 @@ def kind_of(arm: Arm) -> tuple:
     InputError for an arm that cannot be stacked."""
     fmt, r = get_format(arm.format), recipe_of(arm.checkpoint)[0]
     refuse_unusual(arm, "replicas")
+    if r.scratch: raise InputError(f"replicas train block weights alone, and {arm.checkpoint} all")
     if not stacks(get_storage(arm.storage)):
         allowed = ", ".join(name for name, storage in STORAGES.items() if stacks(storage))
         raise InputError(f"replicas have no storage {arm.storage!r}; allowed: {allowed}")

@@ -448,7 +448,7 @@ def _wants_triton(x: Tensor) -> bool:
 def by_triton(
     x: Tensor,  # of any shape, not empty
     fmt: FP8Format,
-    noise: Tensor | None,  # numbers that the kernels would have to draw themselves
+    noise: Tensor | None,  # of the shape of `x`: numbers that the kernels would have to draw themselves
     call: Callable[[Any], Any],  # given `altgrad.numbers.triton_kernels`
     counts: bool = False,  # whether the call counts
 ) -> Any:

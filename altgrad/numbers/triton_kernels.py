@@ -243,7 +243,7 @@ def _call_of(
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #ab254172
 def triton_round(
     x: Tensor,  # float32 or half, any shape, not empty; on a GPU, or a CPU under the interpreter
-    scale: Tensor | None,  # float32: one, one a row, or one an element
+    scale: Tensor | None,  # float32 [] or [rows, 1], or of the shape of `x`
     words: Tensor | None,  # of the key, int32 [2]
     fmt: FP8Format,
     how: Any,  # the choices, a `How` of the page on kernels
@@ -301,8 +301,8 @@ def _stats_kernel(
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #cbe56bb2
 def triton_count(
     x: Tensor,  # float32, any shape, not empty
-    scale: Tensor | None,  # these four as in `triton_round`
-    words: Tensor | None,
+    scale: Tensor | None,  # float32 [] or [rows, 1], or of the shape of `x`
+    words: Tensor | None,  # of the key, int32 [2]
     fmt: FP8Format,
     how: Any,
     bins: Tensor | None,  # int64 [2 magnitudes + 2], to count in; None for no histogram

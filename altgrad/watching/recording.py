@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['FORMATS', 'SAMPLE', 'BLOCKS', 'STATS', 'INDEX', 'VERSION', 'merge', 'shares', 'first_look', 'with_shares', 'measure',
-           'enter', 'Recording', 'is_recording', 'write_recording', 'check_zip', 'read_recording', 'plot_recording']
+           'extreme', 'note', 'Recording', 'is_recording', 'write_recording', 'check_zip', 'read_recording',
+           'plot_recording']
 
 # %% ../../nbs/watching/11_recording.ipynb #7b56dfff
 import json
@@ -15,10 +16,11 @@ import zlib
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..basics import (LARGEST_RECORD, InputError, make_folder, parse_json, read_small,
@@ -133,11 +135,10 @@ def shares(
     return torch.cat([*_unit(x.flatten(1), n), *lost, *worst], 1)
 
 # %% ../../nbs/watching/11_recording.ipynb #0a56b536
-def _channel(magnitude: Tensor) -> Tensor:
-    "The largest channel's amax over the median one's; images have channels in dimension 1."
+def _channels(magnitude: Tensor) -> Tensor:
+    "The largest magnitude of each channel; images have channels in dimension 1."
     dim = 1 if magnitude.dim() == 4 else magnitude.dim() - 1
-    amax = magnitude.amax([d for d in range(magnitude.dim()) if d != dim])
-    return amax.amax() / amax.median()
+    return magnitude.amax([d for d in range(magnitude.dim()) if d != dim])
 
 @torch.no_grad()
 def first_look(
@@ -149,16 +150,17 @@ def first_look(
     if x.layout != torch.strided: x = x.coalesce().values()
     x = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
     magnitude = x.abs()
-    bad = torch.stack([(x != x).sum(), (magnitude == torch.inf).sum(), (x == 0).sum()])
+    bad = (x != x).sum(), (magnitude == torch.inf).sum()
+    nonzero = torch.count_nonzero(magnitude)
     magnitude = magnitude.nan_to_num_(0.0, 0.0)
-    size = torch.stack([
-        torch.linalg.vector_norm(magnitude, dtype=torch.float64).square(),
-        magnitude.amax().double(), magnitude.where(magnitude > 0, torch.inf).amin().double(),
-    ])
-    found = torch.full((len(STATS),), torch.nan, dtype=torch.float64, device=x.device)
-    found[0], found[1:4], found[4:7] = x.numel(), bad, size
-    if channels and x.dim() > 1: found[7] = _channel(magnitude)
-    return found, _spots(magnitude.float())
+    largest = _channels(magnitude) if channels and x.dim() > 1 else magnitude
+    amax = largest.amax()
+    ratio = amax / largest.median() if channels and x.dim() > 1 else torch.full_like(amax, torch.nan)
+    squares = torch.linalg.vector_norm(magnitude, dtype=torch.float64).square()
+    least = magnitude.where(magnitude > 0, torch.inf).amin()
+    n = torch.full_like(squares, x.numel())
+    found = torch.stack([n, *bad, x.numel() - nonzero, squares, amax, least, ratio]).double()
+    return F.pad(found, (0, len(STATS) - len(found)), value=torch.nan), _spots(magnitude.float())
 
 # %% ../../nbs/watching/11_recording.ipynb #eb992c65
 @torch.no_grad()
@@ -181,22 +183,39 @@ def measure(
     stats, spots = first_look(x, channels)
     return with_shares(stats[None], spots[None])[0]
 
-# %% ../../nbs/watching/11_recording.ipynb #cda0c00c
-def enter(
-    stats: Tensor,  # [stats], from `measure`
-    known: dict[str, Any],  # further statistics, by name: numbers, or tensors of 0 dimensions
-) -> Tensor:  # [stats], another tensor
-    "Return statistics with further ones."
-    stats = stats.clone()
-    for name, value in known.items(): stats[INDEX[name]] = value
-    return stats
+# %% ../../nbs/watching/11_recording.ipynb #666fb395
+@torch.no_grad()
+def extreme(
+    x: Tensor,  # float, of any shape and device
+) -> Tensor:  # of 0 dimensions
+    "Return the largest magnitude in one pass: NaN where any element is, else infinite."
+    if x.is_meta: raise InputError("tensors on the meta device have no values")
+    if x.layout != torch.strided: x = x.coalesce().values()
+    if not x.numel(): return torch.zeros((), device=x.device)  # as of a sparse gradient
+    return torch.linalg.vector_norm(x if x.itemsize > 1 else x.float(), torch.inf)
+
+_MERGED: dict[str, Callable] = {"sum": lambda old, new: np.nansum([old, new]), "max": np.fmax, "min": np.fmin}
+
+def note(
+    stats: np.ndarray,  # [stats], is changed
+    name: str,  # of `STATS`, or "finite", or "norm" for the squares
+    value: float,  # from `extreme`, for an amax and for "finite"
+) -> None:
+    "Merge one number in; of an amax, or of whether a tensor is finite, what it says of NaN as well."
+    if name in ("amax", "finite"):
+        for bad, there in (("nan", math.isnan(value)), ("inf", math.isinf(value))):
+            stats[INDEX[bad]] = np.fmax(stats[INDEX[bad]], there)  # how many is not known
+    if name == "finite" or name == "amax" and not math.isfinite(value): return
+    if name == "norm": name, value = "squares", value**2
+    stats[INDEX[name]] = _MERGED[STATS[name]](stats[INDEX[name]], value)
 
 # %% ../../nbs/watching/11_recording.ipynb #4d12a290
 VERSION = 1  # of the files
 
+# %% ../../nbs/watching/11_recording.ipynb #17a17704
 @dataclass
 class Recording:
-    "The statistics of the last steps of a run."
+    "The statistics of the last steps of a run; of those that were not measured, only largest magnitudes."
     steps: list[int]  # counted from 1
     facts: list[dict[str, Any]]  # of each step: loss, rates and what else was seen
     layers: list[dict[str, Any]]  # in the order in which the first forward pass called them
@@ -223,6 +242,14 @@ class Recording:
     def rms(self, layer: str, tensor: str) -> np.ndarray:
         "Return a tensor's root mean square, [steps]."
         return np.sqrt(self.get(layer, tensor, "squares") / self.get(layer, tensor, "elements"))
+
+    def measured(self) -> np.ndarray:
+        "Return which steps were measured in full, [steps]."
+        return np.array([bool(f.get("measured", True)) for f in self.facts], bool)
+
+    def wrong(self, layer: str, tensor: str, i: int) -> float:
+        "Return what a tensor has at a place that is not finite: NaN, or infinity."
+        return float("nan") if self.get(layer, tensor, "nan")[i] else float("inf")
 
     def losses(self) -> np.ndarray:
         "Return the losses that were told, [steps]; NaN also where none was."
@@ -273,7 +300,9 @@ def _array(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 def _is_whole(kept: dict[str, Any]) -> bool:
     "Whether entries are what a recorder writes; TypeError and others where they are not."
-    for f in kept["facts"]: float(f.get("loss", "nan")), float(f.get("lr") or 0), [*f.get("cut", ())]
+    for f in kept["facts"]:
+        float(f.get("loss", "nan")), float(f.get("lr") or 0), float(f.get("usual", 0))
+        {str(name) for name in f.get("cut", ())}
     names = ("name", "kind", "fan_in", "has_weight", "float8")
     layers = [{name: layer[name] for name in names} for layer in kept["layers"]]
     steps = kept["steps"]

@@ -9,7 +9,7 @@ __all__ = ['VERSION', 'TENSORS', 'dump_size', 'write_dump', 'read_dump', 'Loss',
 import math
 import pickle
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,32 @@ def write_dump(
     facts = {"altgrad_dump": VERSION, "step": step, "layers": on_host}
     write_atomic(path, lambda file: torch.save(facts, file))
 
+# %% ../../nbs/watching/14_what_if.ipynb #8510c553
+def _wrong_tensor(t: Any) -> str:
+    "Why something cannot be one of a dump's tensors; empty where it can."
+    if not isinstance(t, Tensor): return f"is a {type(t).__name__} and no tensor"
+    if t.layout != torch.strided or not t.is_floating_point():
+        return f"is {str(t.dtype).removeprefix('torch.')}, {t.layout}, and no dense tensor of floats"
+    if not t.dim() or not t.numel(): return f"has the shape {list(t.shape)}"
+    return ""
+
+def _misfit(name: Any, kept: Any) -> str:
+    "Why tensors are not those of a layer; empty where they are."
+    if not isinstance(name, str): return f"a layer's name is {name!r} and no text"
+    if not isinstance(kept, dict): return f"what is kept of {name} is no dictionary"
+    for key, t in kept.items():
+        if key not in TENSORS: return f"{name} has {key!r}; a layer has {', '.join(TENSORS)}"
+        if wrong := _wrong_tensor(t): return f"the {key} of {name} {wrong}"
+    if "weight" not in kept or (w := kept["weight"]).dim() < 2:
+        return f"the dump of {name} has no matrix of weights"
+    if w.dim() > 2: return ""  # of a convolution no product is made
+    for key, dim in (("input", 1), ("gradient", 0)):
+        if key in kept and kept[key].shape[-1] != w.shape[dim]:
+            shape = list(kept[key].shape)
+            return f"the {key} of {name} has the shape {shape}, for weights of {list(w.shape)}"
+    rows = {kept[k].numel() // kept[k].shape[-1] for k in ("input", "gradient") if k in kept}
+    return f"input and gradient of {name} have {rows} rows" if len(rows) > 1 else ""
+
 # %% ../../nbs/watching/14_what_if.ipynb #a472e943
 def read_dump(
     folder: Path | str,
@@ -62,12 +88,10 @@ def read_dump(
         raise InputError(f"{path} is of version {version}; this altgrad reads up to {VERSION}")
     if version != VERSION: raise InputError(f"{path} is no dump of altgrad.record")
     layers = found.get("layers")
-    good = isinstance(layers, dict) and all(
-        isinstance(kept, dict) and all(isinstance(t, Tensor) for t in kept.values())
-        for kept in layers.values()
-    )
-    if not good or type(found.get("step")) is not int:
-        raise InputError(f"{path} is damaged: its layers are no tensors, or its step no number")
+    if not isinstance(layers, dict) or type(found.get("step")) is not int:
+        raise InputError(f"{path} is damaged: its layers are no dictionary, or its step no number")
+    for name, kept in layers.items():
+        if wrong := _misfit(name, kept): raise InputError(f"{path} is damaged: {wrong}")
     return found["step"], layers
 
 # %% ../../nbs/watching/14_what_if.ipynb #8645f8fb
@@ -131,12 +155,7 @@ def what_if(
     if not layers: raise InputError(f"{folder}: no linear layer or convolution was dumped")
     key = 0 if rounding == "stochastic" else None
     q = _Rounder(get_format(fmt), granularity, rounding, key)
-    found = []
-    for name, kept in layers.items():
-        if "weight" not in kept or kept["weight"].dim() < 2:
-            raise InputError(f"{folder}: the dump of {name} has no matrix of weights")
-        found.append(_layer(name, kept, q))
-    return found
+    return [_layer(name, kept, q) for name, kept in layers.items()]
 
 def what_if_table(
     losses: list[Loss],

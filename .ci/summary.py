@@ -1,0 +1,165 @@
+"""Draws what the studies found on one page, nbs/images/summary.pdf, from the stored outputs of their
+pages: nothing is computed here, and no number is typed.
+
+python .ci/summary.py [FILE.pdf]
+"""
+import base64
+import hashlib
+import io
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
+from matplotlib.figure import Figure
+
+from altgrad.basics import INK, figure_style, write_atomic
+from altgrad.evidence.instrument import Task
+
+NBS = Path(__file__).resolve().parent.parent / "nbs"
+PAGE = 8.27, 11.69  # inches: A4
+LEFT, RIGHT = 0.07, 0.93  # of the page
+LINE = 0.0125  # of the page's height
+WIDTH = 132  # characters of a line
+
+
+def outputs(study: str, kind: str) -> list[str]:
+    "What a study's page computed: texts (text/markdown) or pictures (image/png)."
+    page = json.loads((NBS / f"studies/{study}.ipynb").read_text(encoding="utf-8"))
+    data = [o["data"] for c in page["cells"] for o in c.get("outputs", []) if "data" in o]
+    return ["".join(d[kind]).strip() for d in data if kind in d]
+
+
+def told(study: str) -> list[str]: return outputs(study, "text/markdown")
+
+
+def found(study: str, pattern: str) -> re.Match:
+    "The first place in a study's texts; LookupError where a page no longer says it."
+    for text in told(study):
+        if match := re.search(pattern, text.replace("\n", " ")): return match
+    raise LookupError(f"{study} says nothing like {pattern!r}")
+
+
+def table(study: str, head: str, after: str = "") -> list[list[str]]:
+    "A table of a study by how its head begins, as cells; the one after a text, if one is given."
+    for text in told(study):
+        start = text.find(head, text.find(after) if after in text else len(text))
+        if start < 0: continue
+        lines = text[start:].split("\n\n")[0].splitlines()
+        cells = [[c.strip().replace("*", "") for c in line.strip()[1:-1].split("|")] for line in lines]
+        return [cells[0], *cells[2:]]
+    raise LookupError(f"{study} has no table that begins with {head!r}")
+
+
+def verdicts(study: str, head: str) -> str:
+    "Claims of a study's table that were refuted, in words."
+    (_, *heads), *rows = table(study, head)
+    where = {claim: [h for h, c in zip(heads, cells) if "refuted" in c] for claim, *cells in rows}
+    named = {claim: f" ({', '.join(w)})" if w != ["verdict"] else "" for claim, w in where.items() if w}
+    return "; ".join(claim + formats for claim, formats in named.items())
+
+
+def content() -> list[tuple[str, Any]]:
+    "What the page says, piece by piece: head, text, table or picture."
+    law = found("the_answer", r"\$R\^2\$ = \*\*([\d.]+)\*\* in the logarithm")[1]
+    blocks = found("narrow_formats", r"(Under the scales of blocks.*?\(R² [\d.]+\))")[1]
+    missed = found("narrow_formats", r"(What missed is .*?\(a factor of [\d.]+\))")[1]
+    return [
+        ("head", "Which format gains most"),
+        ("table", table("the_answer", "| the weights are kept as")),
+        ("picture", outputs("the_answer", "image/png")[0]),
+        ("text", (
+            "A gain is how far the best rule ends below tuned AdamW, the weights being kept in the same way, in "
+            "nats for each byte of text. S is the distance from a weight to the next number of its format; "
+            "S^p multiplies AdamW's step by S to the power p and keeps the step's length."
+        )),
+        ("head", "Why"),
+        ("text", (
+            "Under stochastic rounding a format pays for its rounding noise: noise times one constant predicts what "
+            f"a format costs that was left out (R² of the logarithm {law}), and so the slope in p. Foretold for "
+            f"formats of four and six bits before they were run: {blocks[0].lower()}{blocks[1:]}. "
+            f"{missed}. "
+            "Under nearest rounding a format pays for the weights that no longer move."
+        )),
+        ("head", "What to do: the cheapest way to keep a weight, by AdamW"),
+        ("table", table("loss_against_bits", "| format |", after="By AdamW")),
+        ("text", (
+            "Nats above AdamW with FP32 master weights (96 bits in all with its moments). At zero or "
+            "below, a few bits that remember what rounding dropped do the work of a master copy."
+        )),
+        ("head", "What was expected and did not happen"),
+        ("text", (
+            f"Refuted: {verdicts('the_answer', '| hypothesis')}. Of loss against bits: "
+            f"{verdicts('loss_against_bits', '| prediction')}."
+        )),
+        ("head", "The strongest objection"),
+        ("text", (
+            f"All this is one model of 0.1M weights, fine-tuned for {Task().steps} updates on one text, and once more "
+            "with the two texts exchanged. Whether it holds for larger models and longer runs is not known: the runs "
+            "that would say so are written down and not made."
+        )),
+    ]
+
+
+def draw_table(fig: Figure, y: float, cells: list[list[str]]) -> float:
+    "Draws a table below `y`; where it ends."
+    widths = [max(len(row[k]) for row in cells) + 5 for k in range(len(cells[0]))]
+    for n, row in enumerate(cells):
+        x = LEFT
+        for text, width in zip(row, widths, strict=True):
+            fig.text(x, y, text, va="top", fontsize=7.5, weight="bold" if not n else "normal")
+            x += (RIGHT - LEFT) * width / max(sum(widths), WIDTH)
+        y -= LINE
+    return y - 0.4 * LINE
+
+
+def draw_picture(fig: Figure, y: float, png: str) -> float:
+    "Draws a PNG below `y`, as wide as the page; where it ends."
+    image = plt.imread(io.BytesIO(base64.b64decode(png)))
+    height = (RIGHT - LEFT) * PAGE[0] / PAGE[1] * image.shape[0] / image.shape[1]
+    ax = fig.add_axes((LEFT, y - height, RIGHT - LEFT, height))
+    ax.imshow(image, interpolation="none")
+    ax.axis("off")
+    return y - height - 0.6 * LINE
+
+
+def draw(parts: list[tuple[str, Any]]) -> Figure:
+    "The page."
+    fig = Figure(figsize=PAGE)
+    FigureCanvasPdf(fig)
+    fig.text(LEFT, 0.965, "AltGrad on one page", va="top", fontsize=15, weight="bold")
+    asked = "Which 8-bit floating-point format benefits most from geometry-aware updates, and why?"
+    fig.text(LEFT, 0.941, asked, va="top", fontsize=9, color=INK)
+    y = 0.918
+    for kind, what in parts:
+        if kind == "picture": y = draw_picture(fig, y, what)
+        if kind == "table": y = draw_table(fig, y, what)
+        if kind == "head":
+            fig.text(LEFT, y, what, va="top", fontsize=9.5, weight="bold")
+            y -= 1.4 * LINE
+        if kind == "text":
+            lines = textwrap.wrap(what, WIDTH)
+            fig.text(LEFT, y, "\n".join(lines), va="top", fontsize=7.5, linespacing=1.35)
+            y -= LINE * (len(lines) + 0.7)
+    if y < 0.02: raise ValueError("the page is too full")
+    return fig
+
+
+def hash_of(parts: list[tuple[str, Any]]) -> str:
+    "A hash of all that the page shows."
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def main(target: Path) -> None:
+    parts, file = content(), io.BytesIO()
+    with plt.rc_context(figure_style()):
+        facts = {"Title": "AltGrad on one page", "Keywords": hash_of(parts), "CreationDate": None}
+        draw(parts).savefig(file, format="pdf", metadata=facts)
+    write_atomic(target, file.getvalue())
+
+
+if __name__ == "__main__": main(Path(sys.argv[1]) if sys.argv[1:] else NBS / "images/summary.pdf")

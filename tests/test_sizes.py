@@ -1,0 +1,279 @@
+"""Runs from first weights, and the claims about sizes on losses whose outcome is known."""
+import json
+import math
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import linregress, ttest_ind
+
+from altgrad.basics import InputError
+from altgrad.evidence.instrument import (
+    RECIPES, Arm, Bench, Task, arm_facts, blank_model, build_checkpoint, identity, row_identity, run_arm, run_id,
+    state_hash,
+)
+from altgrad.evidence.replicas import kind_if_stacked, kind_of
+from altgrad.evidence.sweep import rate, read_rows
+from altgrad.model.gpt import GPT, GPTConfig
+
+from tiny import TASK, TEXT, load_experiment
+
+sizes = load_experiment("sizes")
+LEDGER = Path(__file__).parent.parent / "nbs/results/ledger"
+
+
+# --- a start from first weights
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    here = tmp_path_factory.mktemp("scratch")
+    (here / "text.txt").write_text(TEXT)
+    task = replace(TASK, steps=60, warmup=6)
+    ready = Bench(here / "checkpoints", {"tiny": f"path:{here / 'text.txt'}"}, task, here / "cache")
+    build_checkpoint(ready, "scratch-tiny-0")
+    return ready
+
+
+SCRATCH = Arm(rule="adamw", checkpoint="scratch-tiny-0", corpus="tiny", lr=0.02)
+
+
+@pytest.mark.parametrize("storage", ["fp32", "master", "grid_stochastic", "grid_nearest", "grid_residual4"])
+def test_a_run_from_first_weights_learns(bench, storage):
+    row = run_arm(replace(SCRATCH, storage=storage), bench)
+    assert abs(row["start_loss"] - math.log(256)) < 0.2  # it knows nothing
+    assert row["val_loss"] < row["start_loss"] - 1 and not row["diverged"]
+
+
+def test_the_seed_in_the_name_is_that_of_the_weights(bench):
+    build_checkpoint(bench, "scratch-tiny-1")
+    torch.manual_seed(1)
+    assert bench.state("scratch-tiny-1")[1] == state_hash(blank_model(RECIPES["scratch-tiny"]).state_dict())
+    assert bench.state("scratch-tiny-1")[1] != bench.state("scratch-tiny-0")[1]
+
+
+def test_first_weights_have_the_size_of_their_inputs():
+    torch.manual_seed(0)
+    model = blank_model(RECIPES["scratch-0.4m"])
+    for block in model.blocks:
+        for layer, share in ((block.attn.qkv, 1), (block.mlp.fc, 1), (block.attn.proj, 2), (block.mlp.proj, 2)):
+            size = (layer.in_features * layer.weight.var()).sqrt() * share  # of a sample: 4 errors of a deviation
+            assert abs(size - 1) < 4 / (2 * layer.weight.numel()) ** 0.5
+
+
+def test_who_trains_block_weights_alone_refuses_it():
+    arm = replace(SCRATCH, storage="fp32")
+    assert kind_if_stacked(arm) is None and kind_if_stacked(replace(arm, checkpoint="tiny-0")) is not None
+    with pytest.raises(InputError, match="scratch-tiny-0"): kind_of(arm)
+    with pytest.raises(InputError, match="averaged_adamw"): replace(arm, rule="averaged_adamw")
+
+
+def test_what_was_stored_keeps_its_name():
+    rows = read_rows(LEDGER / "tier1.parquet")
+    assert len(rows) > 1000 and all(run_id(row_identity(row)) == row["run"] for row in rows)
+    known = {"stdlib-0.1m": (2, 4, 64, 64, 2000, 32, 4e-3, 0.1), "stdlib-0.8m": (4, 4, 128, 64, 2000, 32, 2e-3, 0.1)}
+    for name, facts in known.items():
+        recipe = RECIPES[name]
+        assert tuple(getattr(recipe, key) for key in (
+            "n_layer", "n_head", "n_embd", "block_size", "steps", "batch_size", "lr", "weight_decay")) == facts
+        torch.manual_seed(3)
+        plain = GPT(GPTConfig(n_layer=facts[0], n_head=facts[1], n_embd=facts[2], block_size=facts[3]))
+        torch.manual_seed(3)
+        assert state_hash(blank_model(recipe).state_dict()) == state_hash(plain.state_dict())
+
+
+def test_a_stored_row_has_the_identity_that_its_arm_has_here():
+    row = read_rows(LEDGER / "amended/retuned.parquet")[0]  # it started from a checkpoint that is stored
+    bench = Bench(LEDGER / "checkpoints", {"eurlex": f"path:{LEDGER / 'texts/eurlex.tar.xz'}"}, Task(**row["task"]))
+    here = identity(Arm(**sizes.arm_values(row)), bench)
+    then = row_identity(row)
+    assert {**here, "code": 0} == {**then, "code": 0}
+
+
+# --- the arms and the rates
+
+def test_the_arms_are_complete_and_differ():
+    assert len(sizes.ARMS) == 26 == len(set(sizes.ARMS.values())) == len(sizes.NAMES)
+    assert set(sizes.FIRST + sizes.LATER) == set(sizes.ARMS)
+    assert {f"{f} {k}" for f in sizes.FORMATS for k in sizes.KINDS} | {"FP32", sizes.HALF} == set(sizes.ARMS)
+    for text, pair in sizes.quantities().items(): assert set(pair) <= set(sizes.ARMS), text
+    for place in (*sizes.SIZES, *sizes.LENGTHS):
+        arms = [a for n, p in sizes.PARTS.items() if place in (n, p.of) for a in p.arms]
+        assert sorted(arms) == sorted(sizes.ARMS), place
+
+
+def test_the_powers_are_the_best_of_the_central_study():
+    ends: dict = {}
+    for row in read_rows(LEDGER / "tier1.parquet"):
+        if row["stage"] == "confirm" and row["storage"] == "grid_stochastic":
+            ends.setdefault(row["format"], {}).setdefault(row["power"], []).append(row["val_loss"])
+    for fmt, power in sizes.BEST_POWER.items():
+        means = {p: statistics.fmean(losses) for p, losses in ends[fmt].items()}
+        assert power == min(means.keys() - {0.0}, key=means.get)
+        assert (means[0.0] < means[power]) == (fmt != "E7M0")  # as the page says
+
+
+def test_sizes_grow_fourfold_and_read_as_much_for_each_parameter():
+    counted = [sum(p.numel() for n, p in blank_model(RECIPES[f"scratch-{s}"]).named_parameters()
+                   if "blocks" in n and p.ndim == 2) for s in sizes.SIZES[:3]]
+    assert [sizes.parameters(s) for s in sizes.SIZES] == [98304 * 4**k for k in range(4)]
+    assert counted == [sizes.parameters(s) for s in sizes.SIZES[:3]]
+    read = {sizes.PARTS[s].updates * sizes.PARTS[s].batch * 64 / sizes.parameters(s) for s in (*sizes.SIZES, "25m")}
+    assert len(read) == 1
+
+
+def test_a_rate_falls_as_the_width_grows():
+    assert [sizes.transferred(0.008, s) for s in sizes.SIZES] == [0.008, 0.004, 0.002, 0.001]
+    assert sizes.transferred(0.008, "0.4m", -1) == 0.002 and sizes.transferred(0.008, "0.4m", 1) == 0.008
+    assert [RECIPES[f"scratch-{s}"].lr for s in sizes.SIZES] == [0.004, 0.002, 0.001, 0.0005]
+    jobs = sizes.runs_of("check-0.4m", dict.fromkeys(sizes.ARMS, sizes.Tuned(0.008, "low")))
+    assert {(octave, job.arm.lr, job.lr_edge) for _, octave, job in jobs} == {(-1, 0.002, "low"), (1, 0.008, "low")}
+
+
+# --- statistics
+
+def test_a_sum_of_means_has_welchs_interval():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(1, 1, 5), rng.normal(0, 3, 9)
+    found = sizes.combined([(1.0, a.tolist()), (-1.0, b.tolist())])
+    theirs = ttest_ind(a, b, equal_var=False).confidence_interval()
+    assert np.allclose(found, [a.mean() - b.mean(), theirs.low, theirs.high], rtol=1e-9)  # of a root that is searched
+
+
+def test_a_line_is_the_least_squares_line():
+    rng, at = np.random.default_rng(1), [math.log(sizes.parameters(s)) for s in sizes.SIZES]
+    values = rng.normal(size=3)
+    line = linregress(at[:3], values)
+    said = np.dot(sizes.line_weights(at[:3], at[3]), values)
+    assert math.isclose(said, line.intercept + line.slope * at[3], rel_tol=1e-12)  # a hundred roundings
+
+
+def test_an_interval_foretells_as_often_as_it_says():
+    rng, inside = np.random.default_rng(2), 0
+    for _ in range(2000):
+        values = {s: rng.normal(0.1 * k, 0.02, 4).tolist() for k, s in enumerate(sizes.SIZES[:3])}
+        said = sizes.foretold(values, 2)
+        inside += said.low <= rng.normal(0.3, 0.02, 2).mean() <= said.high
+    assert 0.93 < inside / 2000 < 0.98  # 4 errors of a share of 2000 are 0.02; Welch's degrees are approximate
+
+
+# --- claims on made-up rows
+
+def made_up(end, only=None):
+    "Rows of all parts in which an arm's loss is end(part, arm), with a scatter of seeds."
+    rows = []
+    for arm, middle in sizes.PARTS["tune"].matrix("tune").cells:
+        for k in range(-2, 3):
+            for seed in sizes.TUNE_SEEDS:
+                run = replace(arm, lr=rate(middle, k), seed=seed, checkpoint=f"scratch-0.1m-{seed}")
+                rows.append({**arm_facts(run), "matrix": "tune", "stage": "tune", "val_loss": 3 + 0.1 * k * k,
+                             "raw_loss": 3 + 0.1 * k * k})
+    rates = sizes.tuned_in(rows)
+    assert set(rates) == set(sizes.ARMS) and not any(t.edge for t in rates.values())
+    for name, part in sizes.PARTS.items():
+        if name == "25m" or only and name not in only: continue
+        for i, (arm, octave, job) in enumerate(sizes.runs_of(name, rates)):
+            loss = end(part.of or name, arm, octave) + 1e-4 * math.sin(i)
+            rows.append({**arm_facts(job.arm), "matrix": name, "stage": "confirm", "val_loss": loss})
+    return rows
+
+
+COST = {"master": 0.005, "stochastic": 0.05, "nearest": 0.1, "S^p": 0.03, "S^-0.5": 0.03, "residual": 0.006,
+        "ECO": 0.04, "bf16": 0.02, "FP32": 0.0}
+
+
+def usual(part, arm, octave):
+    "Everything as it was said to be."
+    kind = next(cost for cost in COST if cost in arm)
+    k = sizes.SIZES.index(part) if part in sizes.SIZES else 1
+    worse = 0.02 * k if kind == "nearest" else 0.002 * k * (kind != "FP32")
+    longer = 0.2 * (part == "4800") * (kind == "stochastic")
+    return 3 - 0.3 * k + COST[kind] + worse + longer + 0.02 * abs(octave)
+
+
+def verdicts(end, only=None):
+    losses = sizes.losses_of(made_up(end, only))
+    found = {}
+    for claim in [c for group in sizes.CLAIMS.values() for c in group]:
+        try: found[claim.text] = claim.verdict(losses)
+        except KeyError: found[claim.text] = "not run"
+    return found
+
+
+def test_what_was_said_holds():
+    assert set(verdicts(usual).values()) == {"holds"} and len(verdicts(usual)) == 20
+    losses = sizes.losses_of(made_up(usual))
+    assert sizes.score(sizes.predictions(losses))[:2] == (28, 28)
+
+
+def test_the_contrary_is_refuted():
+    def contrary(part, arm, octave):
+        turned = -1 if sizes.SIZES[-1] == part else 4 if "stochastic" in arm else 0
+        k = 3 if "nearest" in arm and part == "6.4m" else 0
+        worse = 0.1 * ("residual" in arm) + 0.3 * (arm == sizes.HALF) - 0.1 * k
+        return 3 + 0.05 * turned * ("stochastic" in arm) + worse - 0.1 * abs(octave) * 3
+    assert set(verdicts(contrary).values()) <= {"refuted", "holds"}
+    found = verdicts(contrary)
+    assert {text for text, verdict in found.items() if verdict == "holds"} == {
+        f"{fmt}: stochastic rounding costs at most three times as much at 6.4M as at 0.1M" for fmt in sizes.FORMATS}
+
+
+def test_chance_decides_nothing():
+    rng = np.random.default_rng(3)
+    found = verdicts(lambda part, arm, octave: 3 + rng.normal(0, 0.1))
+    assert list(found.values()).count("not decided") >= 18
+
+
+def test_a_part_that_is_missing_is_not_run():
+    found = verdicts(usual, ("0.1m", "0.4m", "1.6m", "1.6m-rest"))
+    assert set(found.values()) == {"not run"}
+    losses = sizes.losses_of(made_up(usual, ("0.1m", "0.4m", "1.6m", "1.6m-rest")))
+    said = sizes.predictions(losses)
+    assert len(said) == 28 and all(f.found is None for f in said.values())
+    with pytest.raises(KeyError): sizes.verdict_of_line(losses)
+    assert sizes.losses_of([]) == {}
+
+
+def test_a_line_that_bends_is_counted_as_a_miss():
+    bends = lambda part, arm, octave: usual(part, arm, octave) + (0.3 if part == "6.4m" and arm == "FP32" else 0)
+    losses = sizes.losses_of(made_up(bends))
+    found = sizes.predictions(losses)
+    of_master = [f for text, f in found.items() if "of master weights" in text]
+    assert len(of_master) == 3 and not any(f.covered or f.sign for f in of_master)
+    assert sizes.score(found).signs == 25
+    assert sizes.verdict_of_line(losses)["at least four of five signs are right"] == "holds"
+
+
+# --- the command
+
+def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    texts = dict.fromkeys(("eurlex", "tiny"), f"path:{tmp_path / 'text.txt'}")
+    arms = "FP32", "E7M0 stochastic"
+    small = {name: sizes.Part("tiny", 12, 4, seeds, arms) for name, seeds in (("tune", 0), ("0.1m", 2))}
+    monkeypatch.setattr(sizes, "PARTS", small)
+    monkeypatch.setattr(sizes, "TUNE_SEEDS", (1000,))
+    monkeypatch.setattr(sizes.Part, "task", TASK)
+    monkeypatch.setattr(sizes, "bench_of", lambda part, out: Bench(out / "checkpoints", texts, TASK,
+                                                                   tmp_path / "cache"))
+    def run(*more):
+        monkeypatch.setattr(sys, "argv", ["sizes", "--out", str(tmp_path / "out"), "--workers", "1", *more])
+        assert sizes.main() == 0
+    with pytest.raises(InputError, match="run --part tune"): run("--part", "0.1m")
+    run("--part", "tune,0.1m")
+    ledger = tmp_path / "out/ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines]
+    confirmed = [row for row in rows if row["matrix"] == "0.1m"]
+    assert len(confirmed) == 4 and all(row["val_loss"] < row["start_loss"] for row in confirmed)
+    ledger.write_bytes(b"".join(lines[:-3]) + lines[-3][:40])  # killed while it wrote
+    run("--part", "tune,0.1m", "--plan")
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:3]] == ["0", "3"]
+    run("--part", "tune,0.1m")
+    again = [json.loads(line) for line in ledger.read_text().splitlines()]
+    assert {row["run"]: row["val_loss"] for row in again} == {row["run"]: row["val_loss"] for row in rows}
+    assert len(again) == len(rows)
+    with pytest.raises(SystemExit): run("--part", "9m")
