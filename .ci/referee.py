@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from altgrad.numbers.blocks import BlockScales
+from altgrad.numbers.blocks import BlockScales, NVFP4Scales
 from altgrad.numbers.counts import QuantStats, quantize_stats
 from altgrad.numbers.formats import FORMATS, FP8Format
+from altgrad.numbers.kernels import set_path
 from altgrad.numbers.quantize import fake_quantize, quantize, rounding_key
 from altgrad.numbers.referee import SCALES, inputs
-from altgrad.numbers.triton_kernels import triton_blocks, triton_fake_quantize, triton_stats
+from altgrad.numbers.triton_kernels import triton_blocks
 
 SAMPLE = ("E0M7", "E4M3", "E5M2", "E7M0", "float4_e2m1fn", "mxint8", "float8_e4m3fnuz", "binary8p1",
           "float8_e8m0fnu", "bfloat16")
@@ -30,10 +31,19 @@ EXTREMES = (2.0**-149, 2.0**-126, 1e-38, 2.0**127, 3e38)  # scales, as float32
 COUNTED = ("count", "overflow", "underflow", "nan", "inf", "amax", "histogram")
 
 
+def by_triton(kernel: Callable) -> Callable:
+    "The kernel, computing by the path of the Triton kernels, which refuses what they cannot do."
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = set_path("triton")
+        try: return kernel(*args, **kwargs)
+        finally: set_path(before)
+    return call
+
+
 class Kernels(NamedTuple):
     "What is judged, and the device on which it computes."
-    fake_quantize: Callable = triton_fake_quantize
-    stats: Callable = triton_stats
+    fake_quantize: Callable = by_triton(fake_quantize)
+    stats: Callable = by_triton(quantize_stats)
     blocks: Callable = triton_blocks
     device: str = "cpu"
 
@@ -55,8 +65,10 @@ class Case(NamedTuple):
 
 def differing(given: Tensor, right: Tensor) -> Tensor:
     "Where bits differ; the bits of a NaN are no result."
-    if given.dtype != torch.float32: return given != right
-    return (given.view(torch.int32) != right.view(torch.int32)) & ~(given.isnan() & right.isnan())
+    if not given.is_floating_point(): return given != right
+    bits = torch.int32 if given.dtype == torch.float32 else torch.int16
+    if given.dtype == torch.float64: bits = torch.int64
+    return (given.view(bits) != right.view(bits)) & ~(given.isnan() & right.isnan())
 
 
 def numbers(fmt: FP8Format, scale: float, most: int) -> Tensor:
@@ -91,12 +103,21 @@ def rounded(fmt: FP8Format, most: int, kernels: Kernels) -> Iterator[Case]:
     for scale in (torch.rand(8, 1), torch.rand(rows.shape[1]), torch.rand(rows.shape)):
         yield both(kernels, rows, fmt, scale + 0.1)
     yield both(kernels, rows.t(), fmt)
+    yield from halves(fmt, x, kernels)
+
+
+def halves(fmt: FP8Format, x: Tensor, kernels: Kernels) -> Iterator[Case]:
+    "Half precision: unscaled, and with scales that drive products beyond what it holds."
+    for dtype in (torch.bfloat16, torch.float16):
+        for scale in (1.0, 0.3, 1e-6, 3e4): yield both(kernels, x.to(dtype), fmt, scale)
 
 
 def counted(fmt: FP8Format, most: int, kernels: Kernels) -> Iterator[Case]:
     "Results, counts and histograms; sums of squares, added in another order."
     x = numbers(fmt, 1.0, most)
-    for scale, more in ((1.0, {}), (0.7, {}), (1.0, dict(rounding="stochastic", key=3))):
+    special = [] if fmt.specials == "none" else [
+        (0.7, dict(overflow="special")), (3.0, dict(overflow="special", rounding="toward_zero"))]
+    for scale, more in ((1.0, {}), (0.7, {}), (1.0, dict(rounding="stochastic", key=3)), *special):
         y, given = kernels.call(kernels.stats, x, fmt, scale, **more)
         right_y, right = quantize_stats(x, fmt, scale, **more)
         yield Case(f"stats {scale} {more}", y.cpu(), right_y)
@@ -131,6 +152,21 @@ def in_blocks(fmt: FP8Format, most: int, kernels: Kernels) -> Iterator[Case]:
             given, right = kernels.call(kernels.blocks, part, fmt, block), plain_blocks(part, fmt, block)
             for what, a, b in zip(("codes", "scales"), given, right):
                 yield Case(f"{what} of {block}", a.cpu(), b)
+        yield from in_two_levels(fmt, part, kernels)
+
+
+def in_two_levels(fmt: FP8Format, x: Tensor, kernels: Kernels) -> Iterator[Case]:
+    "Codes and scales of NVFP4, under its tensor's number and others."
+    kind = NVFP4Scales(16)
+    x = x.nan_to_num().clamp(-(2.0**90), 2.0**90)  # times 2^20, a scale is still finite
+    kept = kind.start(x, fmt)
+    for factor in (1.0, 1 / 3, 2.0**20):
+        whole = kept["whole"] * factor
+        by = kind._rounded(kind.amax(x) / fmt.max, whole, "nearest")
+        right = fmt.to_bits(quantize(x, fmt, kind.divisor(by, x.shape))), by["scale"]
+        given = kernels.call(kernels.blocks, x, fmt, 16, whole)
+        for what, a, b in zip(("codes", "scales"), given, right):
+            yield Case(f"{what} of two levels", a.cpu(), b)
 
 
 def judged(

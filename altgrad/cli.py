@@ -321,6 +321,9 @@ def _add_conform(commands: Any) -> None:
                         "(default: x)")
     p.add_argument("--codes", action="store_true", help="it returns codes, not values")
     p.add_argument("--numpy", action="store_true", help="it takes numpy arrays, not torch tensors")
+    p.add_argument("--dtype", default="float32", metavar="NAME",
+                   help="of what it takes: float32; bfloat16 or float16, all 2^16 of them "
+                        "(default: float32)")
     p.add_argument("--binary", metavar="CMD",
                    help="judge this program: float32 numbers, little-endian, on its standard "
                         "input; one byte for each on its standard output")
@@ -835,7 +838,7 @@ def _judged(args: argparse.Namespace) -> tuple[Callable, dict[str, Any]]:
     if args.binary: load = partial(Program, args.binary, fmt)
     asks = dict(format=fmt, rounding=args.rounding, overflow=args.overflow,
                 signature=args.signature, codes=args.codes or bool(args.binary),
-                arrays="numpy" if args.numpy or args.binary else "torch",
+                arrays="numpy" if args.numpy or args.binary else "torch", dtype=args.dtype,
                 name=args.binary or args.function)
     return load, asks | {"everything": _state_file(args, asks) if args.all else None}
 

@@ -635,3 +635,91 @@ def chopped_bits(x):
 
 @combined("scale multiplied by a rounded reciprocal + -0 lost", "E4M3", signature="x, scale")
 def inverse_and_no_minus_zero(x, scale): return times_the_inverse(x, scale) + 0.0
+
+
+# functions of half precision: written after the rest, and beside the classifier's dtypes
+
+HALVES: list[Planted] = []
+RIGHT_HALVES: list[Planted] = []
+BFLOAT16, FLOAT16 = {"dtype": "bfloat16"}, {"dtype": "float16"}
+halved, right_half = partial(keeper, HALVES), partial(keeper, RIGHT_HALVES, "")
+
+
+@right_half("E4M3", **BFLOAT16)
+def cast_of_bfloat16(x): return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+@right_half("E5M2", overflow="special", codes=True, **FLOAT16)
+def cast_of_float16(x): return x.to(torch.float8_e5m2)
+
+
+@right_half("E5M2", **FLOAT16)
+def widened_float16(x): return x.float().clamp(-57344, 57344).to(torch.float8_e5m2).float()
+
+
+@right_half("E4M3", codes=True, signature="x, scale", **BFLOAT16)
+def widened_before_the_division(x, scale): return (x.float() / scale).to(torch.float8_e4m3fn)
+
+
+@right_half("E3M4", **FLOAT16, **ARRAYS)
+def numpy_float16(x): return even(x.astype(np.float32), E3M4)
+
+
+@right_half("E4M3", rounding="up", **BFLOAT16)
+def bfloat16_up(x): return upward(x.float(), 0.0)
+
+
+def upward(x, flushed):
+    "E4M3, rounded up; positive numbers below `flushed` become zero."
+    a = x.double().clamp(-448, 448)
+    u = torch.exp2((torch.frexp(a.abs())[1] - 1.0).clamp(min=-6) - 3)
+    q = (torch.ceil(a / u) * u).clamp(max=448)
+    return torch.where(x.abs() < flushed, torch.zeros_like(q), q).float().copysign(x)
+
+
+@halved("subnormals flushed", "E4M3", rounding="up", **BFLOAT16)
+def subnormal_bfloat16_is_zero(x): return upward(x.float(), 2.0**-126)
+
+
+@halved("subnormals flushed", "E4M3", rounding="up", **FLOAT16)
+def subnormal_float16_is_zero(x): return upward(x.float(), 2.0**-14)
+
+
+@halved("double rounding through bfloat16", "E4M3", codes=True, signature="x, scale", **BFLOAT16)
+def divided_in_bfloat16(x, scale): return (x / scale).to(torch.float8_e4m3fn)
+
+
+@halved("double rounding through float16", "E4M3", codes=True, signature="x, scale", **FLOAT16)
+def divided_in_float16(x, scale): return (x / scale).to(torch.float8_e4m3fn)
+
+
+@halved("double rounding through bfloat16", "E4M3", **FLOAT16)
+def float16_through_bfloat16(x): return x.bfloat16().to(torch.float8_e4m3fn).float()
+
+
+@halved("double rounding through float16", "E6M1", **BFLOAT16)
+def bfloat16_through_float16(x):
+    a = x.half().double().clamp(-1.5 * 2.0**32, 1.5 * 2.0**32)
+    u = torch.exp2((torch.frexp(a.abs())[1] - 1.0).clamp(min=-30) - 1)
+    return torch.where(a.isnan(), a, torch.round(a / u) * u).float().copysign(x)
+
+
+@halved("ties away from zero", "E5M2", **BFLOAT16)
+def half_an_ulp_in_float32(x): return half_an_ulp_is_added_to_the_bits(x.float()).bfloat16()
+
+
+@halved("ties toward zero", "E4M3", **BFLOAT16)
+def a_half_that_float32_lacks(x):
+    bits = x.float().view(torch.int32)
+    carried = ((bits + 0x7FFFF) & -0x100000).view(torch.float32).clamp(-448, 448)
+    a = x.float().abs() * 512
+    small = (torch.ceil(a - 0.5) / 512).copysign(x)
+    return torch.where(x.isnan(), x.float(), torch.where(x.abs() < 2.0**-6, small, carried))
+
+
+@halved("-0 lost", "E4M3", **BFLOAT16)
+def bfloat16_plus_zero(x): return (x.to(torch.float8_e4m3fn).to(torch.bfloat16) + 0).float()
+
+
+@halved("NaN lost", "E5M2", **FLOAT16)
+def float16_without_nan(x): return x.nan_to_num(0).clamp(-57344, 57344).to(torch.float8_e5m2).float()

@@ -239,7 +239,7 @@ def test_no_compiler_means_eager_and_one_warning():
 
 
 def test_unknown_path_is_refused():
-    with pytest.raises(InputError, match="allowed: auto, eager, compiled"): set_path("fast")
+    with pytest.raises(InputError, match="allowed: auto, eager, compiled, triton"): set_path("fast")
 
 
 # gradients and transforms

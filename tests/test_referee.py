@@ -64,6 +64,36 @@ def test_two_faults_at_once_are_named(planted):
     assert sorted(verdict.names) == sorted(planted.fault.split(" + ")), str(verdict)
 
 
+@pytest.mark.parametrize("planted", mutants.HALVES, ids=lambda p: p.id)
+def test_a_fault_of_a_function_of_half_precision_is_named(planted):
+    verdict = judge(planted.f, planted.format, **planted.asks)
+    assert verdict.names == [planted.fault], str(verdict)
+    assert verdict.dtype == planted.asks["dtype"] and f"of {verdict.dtype})" in str(verdict)
+
+
+@pytest.mark.parametrize("planted", mutants.RIGHT_HALVES, ids=lambda p: p.id)
+def test_a_right_quantizer_of_half_precision_conforms(planted):
+    verdict = judge(planted.f, planted.format, **planted.asks)
+    assert verdict.conforms, str(verdict)
+    scales = 11 if "scale" in verdict.signature else 1
+    nan = 2046 if get_format(planted.format).code_nan is None else 0  # of float16: nothing is right
+    assert verdict.judged == {verdict.dtype: scales * 2**16 - nan}
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_a_function_of_half_precision_gets_every_number_of_it(dtype):
+    "What is given, in order, is all patterns of the type; a NaN keeps its payload."
+    given, own = [], getattr(torch, dtype)
+    def seen(x):
+        given.append(x.view(torch.int16).clone())
+        return x.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert judge(seen, "E4M3", dtype=dtype).conforms
+    first = given[0].int() & 0xFFFF
+    assert len(first.unique()) == len(first) == 2**16
+    x = given[0].view(own).double()
+    assert (x[first < 0x7C00].diff() > 0).all()
+
+
 def test_there_are_as_many_planted_faults_as_were_promised():
     assert len(mutants.MUTANTS) >= 40
     per_name = {name: {p.format for p in mutants.MUTANTS if p.fault == name}
@@ -267,9 +297,10 @@ def test_every_way_to_be_wrong_is_wrong_somewhere():
     for h in HYPOTHESES:
         policy = "special" if "begins" in h.change else "saturate"
         right = Quantizer(fmt, over=policy, infinite=policy)
+        if h.change.get("tiny") in ("bfloat16", "float16"): right = replace(right, step="up")
         wrong = replace(right, **h.change)
         if wrong == right or h.change == {"through": "ignored"}: continue
-        s = scale if "scale" in h.name else 1.0
+        s = scale if "scale" in h.name or h.detail == "the quotient" else 1.0
         assert (wrong.answers(bits, s) != right.answers(bits, s)).any(), h
 
 
@@ -306,8 +337,24 @@ def test_what_cannot_be_judged_is_said_in_one_line(case):
     assert len(str(e.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("f, why", (
+    (lambda x: x.mul_(2), "changes its input"),
+    (lambda x: x.double(), "returns float64, not bfloat16"),
+    (lambda x: x.half(), "returns float16, not bfloat16"),
+    (lambda x: x.to(torch.float8_e4m3fn), "codes need --codes"),
+    (lambda x: x * torch.rand(1), "is not deterministic"),
+))
+def test_a_function_of_half_precision_that_cannot_be_judged(f, why):
+    with pytest.raises(InputError, match=why): judge(f, "E4M3", dtype="bfloat16")
+
+
 @pytest.mark.parametrize("asks, why", (
     (dict(format="E4M4"), "unknown format"),
+    (dict(dtype="bfloat61"), "did you mean bfloat16"),
+    (dict(dtype="bfloat16", arrays="numpy"), "numpy has no bfloat16"),
+    (dict(dtype="float16", signature="amax", rounding="up"), "signatures 'x' and 'x, scale'"),
+    (dict(dtype="float16", rounding="stochastic"), "that are deterministic"),
+    (dict(dtype="float16", everything=Path("none")), "asked for anyway"),
     (dict(rounding="neaerst"), "did you mean nearest"),
     (dict(rounding="floor"), "unknown rounding"),
     (dict(overflow="raise"), "unknown overflow"),
@@ -422,6 +469,8 @@ def test_the_command_says_conforms_or_what_is_wrong(foreign, capsys):
     assert (code, err) == (0, "") and out.startswith("mine.py:right conforms (E4M3, nearest")
     code, out, err = told(capsys, "conform", "mine.py:wrong", "--format", "E4M3", "--html", "v.html")
     assert code == 1 and "double rounding through bfloat16: 0x" in out
+    code, out, _ = told(capsys, "conform", "mine.py:wrong", "--format", "E4M3", "--dtype", "bfloat16")
+    assert code == 0 and "of bfloat16): 65,536 inputs" in out  # it rounds nothing there
     assert "double rounding" in Path("v.html").read_text()
 
 
@@ -443,6 +492,7 @@ def test_json_is_json_whatever_a_function_writes(foreign, capfd):
     (("mine.py:right", "--format", "E4M3", "--html", "no/v.html"), "folder does not exist"),
     (("mine.py:right", "--format", "E4M3", "--html", "."), "cannot write"),
     (("--binary", "./none", "--format", "E4M3"), "cannot run ./none"),
+    (("--binary", "cat", "--format", "E4M3", "--dtype", "float16"), "reads float32 numbers"),
     (("--binary", "true", "--format", "E4M3"), "writes 0 bytes for"),
     (("--binary", "cat", "--format", "E4M3", "--signature", "amax"), "takes numbers alone"),
 ))

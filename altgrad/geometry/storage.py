@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map
 # %% ../../nbs/geometry/03_storage.ipynb #9a3cd6be
 from ..basics import InputError, unknown
 from ..numbers.blocks import block_scales, grown, roomier
-from ..numbers.formats import FP8Format, check_float, get_format, kind_of
+from ..numbers.formats import WIDE, FP8Format, check_float, get_format, kind_of
 from ..numbers.kernels import rounding_key
-from ..numbers.scaling import WIDE, compute_scale
+from ..numbers.scaling import compute_scale
 from .keeping import Storage, pack, pack_bits, unpack, unpack_bits
 from .rivals.kahan import Kahan
 from .rivals.split import Split

@@ -378,7 +378,8 @@ def quantize_stats(
     g, how, _ = K.plan(fmt, wide, rounding, overflow, 24, False, scaling)
     top = torch.finfo(x.dtype).max / max(-fmt.min, fmt.max)
     how = how._replace(clip=overflow == "saturate" and (s is None or not abs(s) < top))
-    out, total, amax, bins = _collect(x, divisor, inverse, g, how, key, fmt if histogram else None)
+    words = None if key is None else K.words_of(key)
+    out, total, amax, bins = _collect(x, divisor, inverse, g, how, words, fmt, histogram)
     over, under, nan, inf = total[:4].long()
     # what lies beyond becomes NaN, too, where that is asked for and there is no infinity
     became_nan = nan if overflow == "saturate" else torch.count_nonzero(out.isnan())
@@ -391,20 +392,22 @@ def quantize_stats(
 # %% ../../nbs/numbers/03_counts.ipynb #45ffee27
 def _collect(
     x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: K.Grid, how: K.How,
-    key: int | Tensor | None, fmt: FP8Format | None,
+    words: tuple | None, fmt: FP8Format, histogram: bool,
 ) -> tuple:
-    "The result and the sums over all pieces; bins too if a format is given."
+    "The result and the sums over all pieces; bins too for a histogram."
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.zeros(6, dtype=torch.float64, device=x.device)
     amax = torch.zeros((), dtype=torch.float64, device=x.device)
     bins = None
-    if fmt is not None:
-        bins = torch.zeros(2 * fmt.magnitudes + 2, dtype=torch.int64, device=x.device)
+    if histogram: bins = torch.zeros(2 * fmt.magnitudes + 2, dtype=torch.int64, device=x.device)
     if not x.numel(): return out, total, amax, bins
     flat, scale, _ = K.flat_of(x.contiguous(), scale, None)
+    found = K.by_triton(x, fmt, None, counts=True, call=lambda T: T.triton_count(
+        flat, scale, K.key_tensor(words, x.device), fmt, how, bins))
+    if found is not None: return found[0].view(x.shape), *found[1:], bins
     for codes, found in _pieces(
         flat, out.view(flat.shape), scale, inverse, g, how,
-        words=None if key is None else K.words_of(key), fmt=fmt,
+        words=words, fmt=fmt if histogram else None,
     ):
         total += found[:6]
         amax = torch.maximum(amax, found[6])

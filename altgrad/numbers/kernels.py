@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['EXPONENT_BITS', 'ROUNDING', 'OVERFLOW', 'CHUNK', 'STRICT', 'PATHS', 'state', 'plan', 'GRADIENTS', 'Grid', 'How',
            'grid_of', 'first_bits', 'limited', 'kernel', 'rounding_key', 'words_of', 'draw_range', 'uniform',
-           'batch_noise', 'numbers_of', 'set_path', 'path_text', 'worth_compiling', 'attempt', 'check_scale',
-           'scaling_of', 'flat_of', 'Options', 'is_plain', 'is_readable', 'estimate', 'as_scale', 'check_call']
+           'batch_noise', 'numbers_of', 'has_triton', 'set_path', 'path_text', 'worth_compiling', 'attempt',
+           'by_triton', 'key_tensor', 'check_scale', 'scaling_of', 'flat_of', 'Options', 'is_plain', 'is_readable',
+           'estimate', 'as_scale', 'check_call']
 
 # %% ../../nbs/numbers/02_kernels.ipynb #f3ab6055
+import importlib.util
 import math
 import os
 import warnings
@@ -364,19 +366,28 @@ def numbers_of(
     return torch.tensor(g, dtype=torch.float64 if wide else torch.float32, device=device)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #df7b91e9
-PATHS = ("auto", "eager", "compiled")
+PATHS = ("auto", "eager", "compiled", "triton")
 _FROM = 1 << 16  # elements of a tensor from which on a compiled kernel is faster
+_MOST = 1 << 31  # elements that no compiled kernel takes
 # elements of such tensors rounded eagerly, some ten seconds, before `auto` compiles
 _AFTER = {"cpu": 1 << 32, "cuda": 0}
-state: dict[str, Any] = {"path": "auto", "broken": False, "rounded": 0}
+_WRITTEN_FOR = ("cuda",)  # where `auto` may take the kernels that are written in Triton
+# broken: what failed, "compiling" or "Triton"
+state: dict[str, Any] = {"path": "auto", "broken": set(), "rounded": 0}
+
+def has_triton() -> bool:
+    "Return whether Triton is installed, without importing it."
+    return importlib.util.find_spec("triton") is not None
 
 # %% ../../nbs/numbers/02_kernels.ipynb #f0e63def
 def set_path(
-    path: str,  # auto: compiled once enough was rounded to pay for it; eager; compiled: for every size, at once
+    path: str,  # auto: compiled once enough was rounded to pay for it; eager; compiled, triton: at once
 ) -> str:  # the path until now, to be set back
-    "Chooses how all later calls compute, never what; InputError for an unknown path."
+    "Chooses how all later calls compute, never what; InputError for a path that is not there."
     if path not in PATHS: raise unknown("path", path, PATHS)
-    before, state["path"], state["broken"] = state["path"], path, False
+    if path == "triton" and not has_triton():
+        raise InputError("Triton is not installed; on Linux: pip install triton")
+    before, state["path"], state["broken"] = state["path"], path, set()
     return before
 
 _ = set_path(os.environ.get("ALTGRAD_PATH", "auto"))
@@ -385,8 +396,13 @@ def path_text(
     device: str,  # type of a device: cpu, cuda
 ) -> str:
     "Say how tensors of a device are rounded, in words."
+    if state["path"] == "triton":
+        return "Triton's kernels, or refused: by `set_path`, or ALTGRAD_PATH"
     if device not in STRICT: return "eager: there is no compiled kernel for this device"
-    if state["broken"]: return "eager: compiling failed"
+    if "compiling" in state["broken"]:
+        written = device in _WRITTEN_FOR and "Triton" not in state["broken"] and has_triton()
+        way = f"Triton's kernels for tensors from {_FROM:,} elements on, else eager"
+        return f"{way if written else 'eager'}: compiling failed"
     if state["path"] != "auto": return f"{state['path']}: by `set_path`, or ALTGRAD_PATH"
     return (f"compiled for tensors from {_FROM:,} elements on, once {_AFTER[device]:,} elements "
             "were rounded; eager before that, and below")
@@ -398,41 +414,71 @@ def worth_compiling(
     """Return whether the setting, the device, the size
     and what was rounded so far speak for the compiled kernel."""
     device = x.device.type
-    if state["path"] == "eager" or state["broken"] or device not in STRICT or x.numel() >= 1 << 31:
-        return False
+    if state["path"] in ("eager", "triton") or "compiling" in state["broken"]: return False
+    if device not in STRICT or x.numel() >= _MOST: return False
     return state["path"] == "compiled" or x.numel() >= _FROM and state["rounded"] >= _AFTER[device]
 
 # %% ../../nbs/numbers/02_kernels.ipynb #22068c77
 def attempt(
-    compiled: Callable[[], Any],  # calls a compiled kernel
+    call: Callable[[], Any],  # calls a kernel
+    what: str = "compiling",  # or Triton: what may fail
 ) -> Any:
-    """Return what a compiled kernel returns, or None where it fails:
+    """Return what a kernel returns, or None where it fails:
     the first failure is reported and ends all attempts."""
-    if state["broken"]: return None
+    if what in state["broken"]: return None
     try:
-        with torch.no_grad(): return compiled()
+        with torch.no_grad(): return call()
     except Exception as e:  # no compiler, or one that fails: torch raises many types
-        state["broken"] = True
+        state["broken"].add(what)
+        instead = "eagerly" if what == "Triton" else "eagerly, or on a GPU by Triton's kernels"
         warnings.warn(
-            f"altgrad computes eagerly, because compiling failed ({type(e).__name__}); "
+            f"altgrad computes {instead}, because {what} failed ({type(e).__name__}); "
             "set_path('eager') hides this",
             stacklevel=2,
         )
 
+# %% ../../nbs/numbers/02_kernels.ipynb #triton0b
+def _wants_triton(x: Tensor) -> bool:
+    "Whether the written kernels are asked for by name, or are what is left on a GPU."
+    if state["path"] == "triton": return True
+    if x.device.type not in _WRITTEN_FOR or state["path"] == "eager" or x.numel() < _FROM:
+        return False
+    return ("compiling" in state["broken"] or x.numel() >= _MOST) and has_triton()
+
+def by_triton(
+    x: Tensor,  # of any shape, not empty
+    fmt: FP8Format,
+    noise: Tensor | None,  # of the shape of `x`: numbers that the kernels would have to draw themselves
+    call: Callable[[Any], Any],  # given `altgrad.numbers.triton_kernels`
+    counts: bool = False,  # whether the call counts
+) -> Any:
+    """What `call` returns; None where another way is to be taken.
+    InputError where the written kernels are asked for by name and cannot."""
+    if not _wants_triton(x): return None
+    from altgrad.numbers import triton_kernels as T
+    cannot = T.triton_refusal(x, fmt, counts)
+    if noise is not None: cannot = "the Triton kernels draw no numbers for a batch of keys"
+    if state["path"] == "triton":
+        if cannot: raise InputError(cannot)
+        return call(T)
+    return None if cannot else attempt(lambda: call(T), "Triton")
+
 # %% ../../nbs/numbers/02_kernels.ipynb #a507a56e
+def key_tensor(
+    words: tuple | None,  # from `words_of`
+    device: torch.device,
+) -> Tensor | None:  # int32 [2]
+    "The words of a key on a device."
+    if words is None: return None
+    return torch.stack([torch.as_tensor(w, dtype=torch.int32, device=device) for w in words])
+
 def _compute(
     x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Grid, how: How, words: tuple | None,
     noise: Tensor | None,
 ) -> Tensor:
     "The compiled kernel where it is worth it and works, else the eager one."
     if noise is None and worth_compiling(x):
-        coins = (
-            None
-            if words is None
-            else torch.stack([
-                torch.as_tensor(w, dtype=torch.int32, device=x.device) for w in words
-            ])
-        )
+        coins = key_tensor(words, x.device)
         numbers = numbers_of(g, how.wide or how.out == torch.float64, x.device)
         y = attempt(
             lambda: _compiled(how, x.device.type)(x.detach(), scale, inverse, numbers, coins)
@@ -547,7 +593,10 @@ def _run(
         key = int(key) if noise is None else None
     flat, scale, noise = flat_of(x if x.is_contiguous() else x.contiguous(), scale, noise)
     words = None if key is None or noise is not None else words_of(key)
-    y = _compute(flat, scale, inverse, g, how, words, noise).view(x.shape)
+    y = by_triton(x, fmt, noise, lambda T: T.triton_round(
+        flat, scale, key_tensor(words, x.device), fmt, how))
+    if y is None: y = _compute(flat, scale, inverse, g, how, words, noise)
+    y = y.view(x.shape)
     if overflow == "raise" and y.isinf().any():
         raise OverflowError(f"{x.dtype} cannot hold the result")
     return y if x.is_contiguous() else torch.empty_like(x, dtype=y.dtype).copy_(y)

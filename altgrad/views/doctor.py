@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/views/06_doctor.ipynb #3644a946
-from ..basics import html_card
+from ..basics import InputError, html_card
 from ..geometry.storage import grid_storages, make_grid_tensor
 from ..model.products import fast_bfloat16
 from ..numbers import kernels
@@ -110,6 +110,7 @@ def _storages() -> str:
 CHECKS: dict[str, Callable[[], str]] = {
     "rounding to nearest, all formats": partial(_conform, "eager", EIGHT_BIT),
     "the compiled path": partial(_conform, "compiled", ("E4M3", "E7M0")),
+    "the Triton path": partial(_conform, "triton", ("E4M3",)),
     "torch's own casts": _casts,
     "stochastic rounding": _draws,
     "weights on the grid": _storages,
@@ -121,7 +122,7 @@ def self_test() -> list[Check]:
     for name, check in CHECKS.items():
         began = time.perf_counter()
         try: said = check()
-        except NotHere as e: outcome, said = "not here", str(e)
+        except (NotHere, InputError) as e: outcome, said = "not here", str(e)
         else: outcome = "wrong" if said else "right"
         found.append(Check(name, outcome, round(time.perf_counter() - began, 2), said))
     return found

@@ -162,7 +162,7 @@ def compiles() -> bool:
     "Return whether passes are compiled: not where the path is eager, or compiling has failed."
     ones, one = torch.ones(_FROM), torch.ones(())
     sums_in_pieces(_rounding_sums, (ones, ones), (one, one, torch.ones(2)))
-    return K.state["path"] != "eager" and not K.state["broken"]
+    return K.state["path"] not in ("eager", "triton") and "compiling" not in K.state["broken"]
 
 # %% ../../nbs/watching/01_sums.ipynb #f3c0e3ae
 def _in_units_of_x(total: Tensor, unit: Tensor) -> Tensor:
@@ -199,7 +199,8 @@ def _fused(how: K.How) -> Callable:
 def _worth_fusing(x: Tensor, p: Precision, scale: Tensor) -> bool:
     "Return whether rounding and sums can be one compiled pass."
     if scale.dim() or p.rounding == "stochastic" or not x.is_contiguous(): return False
-    return _takes_compiler(x) and not K.state["broken"] and x.device.type in K.STRICT
+    if "compiling" in K.state["broken"] or x.device.type not in K.STRICT: return False
+    return _takes_compiler(x)
 
 # %% ../../nbs/watching/01_sums.ipynb #72eeee58
 def _one_pass(x: Tensor, p: Precision, scale: Tensor) -> tuple[Tensor, Tensor] | None:

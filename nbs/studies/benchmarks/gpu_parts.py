@@ -41,7 +41,7 @@ from altgrad.numbers import kernels
 from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.formats import FORMATS
 from altgrad.numbers.quantize import fake_quantize
-from altgrad.numbers.triton_kernels import triton_blocks, triton_fake_quantize, triton_stats
+from altgrad.numbers.triton_kernels import triton_blocks
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTS = ROOT / "tests"
@@ -191,11 +191,11 @@ def quantize_triton(device: str) -> Rows:
     rows = [clone()]
     for fmt in FEW:
         rows += [Row(f"{fmt} rounded by the compiler's", partial(fake_quantize, fmt=fmt), path=path),
-                 Row(f"{fmt} rounded by Triton's", partial(triton_fake_quantize, fmt=fmt))]
+                 Row(f"{fmt} rounded by Triton's", partial(fake_quantize, fmt=fmt), path="triton")]
         for histogram, what in ((False, "counts"), (True, "histogram")):
             more = {"fmt": fmt, "histogram": histogram}
             rows += [Row(f"{fmt} {what} by the compiler's", partial(quantize_stats, **more), path=path),
-                     Row(f"{fmt} {what} by Triton's", partial(triton_stats, **more))]
+                     Row(f"{fmt} {what} by Triton's", partial(quantize_stats, **more), path="triton")]
     words = {"rounded": "rounding", "counts": "counts", "histogram": "histogram"}
     yield from timed(rows, device, lambda name: words.get(name.split()[-3]) if " by " in name else None)
 
