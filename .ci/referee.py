@@ -134,10 +134,16 @@ def squares(given: QuantStats, right: QuantStats) -> Iterator[Case]:
         yield Case(name, near | (a == b), torch.tensor(True))
 
 
-def plain_blocks(x: Tensor, fmt: FP8Format, block: int) -> tuple[Tensor, Tensor]:
-    "Codes and scales of blocks by the path of any device."
-    kind = BlockScales(block)
-    kept = kind.start(x, fmt)
+def plain_blocks(
+    x: Tensor, fmt: FP8Format, block: int, whole: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    "Codes and scales of blocks by the path of any device; of two levels under a tensor's number."
+    if whole is None:
+        kind = BlockScales(block)
+        kept = kind.start(x, fmt)
+    else:
+        kind = NVFP4Scales(block)
+        kept = kind._rounded(kind.amax(x) / fmt.max, whole, "nearest")
     return fmt.to_bits(quantize(x, fmt, kind.divisor(kept, x.shape))), kept["scale"]
 
 
@@ -162,8 +168,7 @@ def in_two_levels(fmt: FP8Format, x: Tensor, kernels: Kernels) -> Iterator[Case]
     kept = kind.start(x, fmt)
     for factor in (1.0, 1 / 3, 2.0**20):
         whole = kept["whole"] * factor
-        by = kind._rounded(kind.amax(x) / fmt.max, whole, "nearest")
-        right = fmt.to_bits(quantize(x, fmt, kind.divisor(by, x.shape))), by["scale"]
+        right = plain_blocks(x, fmt, 16, whole)
         given = kernels.call(kernels.blocks, x, fmt, 16, whole)
         for what, a, b in zip(("codes", "scales"), given, right):
             yield Case(f"{what} of two levels", a.cpu(), b)

@@ -268,4 +268,4 @@ def test_the_page_shows_results_the_moment_they_are_there(tmp_path, monkeypatch)
     assert "| counts | 1.2 times clone | at most 1.15: **missed** |  |" in found
     assert "| theirs | not installed | - | |" in found and found.count("**Failed**: it hung") == 1
     assert "NVIDIA X, driver 1.2, torch 2, cuda 13, triton absent, torchao 0.1, commit 111111111111" in found
-    assert "Nothing has been run" not in found and "Not run: no recipe" in found
+    assert "Nothing has been run" not in found and f"Not run: {PLAN['ladder']['missing']}" in found
