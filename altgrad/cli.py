@@ -834,6 +834,8 @@ def _judged(args: argparse.Namespace) -> tuple[Callable, dict[str, Any]]:
     if args.binary and args.signature != "x":
         raise InputError("a program of --binary takes numbers alone; allowed --signature: x")
     fmt = get_format(args.format)
+    # a module may lie in this folder, as for python -m; one that is installed comes before it
+    if str(Path.cwd()) not in sys.path: sys.path.append(str(Path.cwd()))
     load: Callable = partial(use_function, args.function)
     if args.binary: load = partial(Program, args.binary, fmt)
     asks = dict(format=fmt, rounding=args.rounding, overflow=args.overflow,

@@ -474,6 +474,15 @@ def test_the_command_says_conforms_or_what_is_wrong(foreign, capsys):
     assert "double rounding" in Path("v.html").read_text()
 
 
+def test_a_module_of_this_folder_is_found_after_those_that_are_installed(foreign, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    Path("mine_too.py").write_text(FOREIGN)
+    Path("json.py").write_text("raise SystemExit('imported')")
+    code, out, _ = told(capsys, "conform", "mine_too:right", "--format", "E4M3")
+    assert code == 0 and out.startswith("mine_too:right conforms")
+    assert "raises" in told(capsys, "conform", "json:dumps", "--format", "E4M3")[2]
+
+
 def test_json_is_json_whatever_a_function_writes(foreign, capfd):
     code, out, _ = told(capfd, "conform", "mine.py:prints_below_python", "--format", "E4M3", "--json")
     assert code == 0 and json.loads(out)["conforms"] is True
@@ -557,6 +566,8 @@ def test_the_input_that_crashes_a_program_is_found(simulators, capsys):
         capsys, "conform", "--format", "E4M3", "--binary", simulators["crash"], "--json")
     fault = json.loads(out)["faults"][0]
     assert code == 1 and fault["name"] == "crash" and fault["input"] == "0xC0400000 = -3.0"
+    _, out, _ = told(capsys, "conform", "--format", "E4M3", "--binary", simulators["crash"])
+    assert out.splitlines()[1] == "crash (ended by signal 6): 0xC0400000 = -3.0"
     assert "ended by signal 6" in fault["detail"]
 
 

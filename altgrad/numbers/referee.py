@@ -457,6 +457,7 @@ class Fault:
         at = f" at scale {self.scale:g}" if self.scale is not None else ""
         shares = {"bfloat16": "all bfloat16 numbers", "random": "random float32 numbers",
                   "float16": "all float16 numbers"}
+        if not self.given: return f"{self.name}{more}: {self.input}"
         much = next((f"; {_percent(self.shares[k])} of {of}" for k, of in shares.items()
                      if self.shares.get(k)), f"; {self.count} inputs")
         return f"{self.name}{more}: {self.input}{at} becomes {self.given}, not {self.right}{much}"
