@@ -21,12 +21,14 @@ from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT
 from altgrad.training.tracking import RunFolder, read_wandb
+from altgrad.watching.series import read_histograms, read_series
 from wait import has_content, until
 
 ALTGRAD = str(Path(sys.executable).parent / "altgrad")
@@ -599,6 +601,28 @@ def test_the_mirror_of_a_killed_run_has_every_step(data, tmp_path, monkeypatch):
             assert found.setdefault(step, row["loss"]) == row["loss"] == rows[step]["loss"]
             assert row["_step"] == step
     assert sorted(found) == list(range(1, 31))
+
+
+def test_the_mirror_has_the_layers_that_were_asked_for(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = {**SMALL, "name": "layers", "max_steps": 12, "format": "E5M2", "monitor_every": 1,
+              "wandb_layers": "gradients, histograms"}
+    assert live(config, tmp_path, data, mirror="offline") == 0
+    run, end = RunFolder(tmp_path / "layers"), time.monotonic() + 20
+    while not any(12 in part["rows"] for part in read_wandb(run.path)) and time.monotonic() < end:
+        time.sleep(0.1)
+    rows, series = read_wandb(run.path)[0]["rows"], read_series(run.path / "series")
+    asked = {path for path in series if path.startswith("gradients/") and "/all/" not in path}
+    assert {path.split("/")[2] for path in asked} >= {"l2", "snr", "dead_neurons"}
+    for path in asked:
+        steps, values = series[path]
+        assert [np.float32(rows[step][path]) for step in steps] == list(values)
+    histograms = read_histograms(run.path / "series")
+    for path, (steps, counts) in histograms.items():
+        assert [rows[step][path]["values"] for step in steps] == counts.tolist()
+        assert rows[steps[0]][path]["bins"] == list(range(257))
+    layers = {path for row in rows.values() for path in row if path.count("/") > 1} - set(histograms)
+    assert {path for path in layers if "/all/" not in path} == asked
 
 
 # its readers

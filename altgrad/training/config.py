@@ -28,6 +28,7 @@ from ..geometry.spacing import FORMULAS
 from ..geometry.storage import STORAGES
 from ..model.gpt import PRESETS, preset
 from ..model.points import parse_rules, read_precision
+from ..watching.metrics import BY_LAYER
 from ..watching.thresholds import Interventions
 
 # %% ../../nbs/training/03_config.ipynb #100731d4
@@ -82,6 +83,7 @@ class TrainConfig:
     monitor_every: int | None = None  # updates between measurements; 0: 1 compiled, 10 without; null: three rates only
     shadow_every: int | None = None  # measured updates between FP32 shadows; null: none
     interventions: str | None = None  # fit_gradients, move_bit, or both with a comma; null: none
+    wandb_layers: str | None = None  # what W&B gets of each layer: gradients, histograms, ...; null: means over all
     converge_window: int | None = None  # evaluations that judge whether learning is over; null: all updates are made
     # the task, and the compiler
     task: str | None = None  # multilabel: which labels a document carries, by a pooled head; null: the next token
@@ -267,8 +269,9 @@ def _check_points(c: TrainConfig) -> None:
     Interventions(nn.Module(), [], words_of(c.interventions))
     if c.accumulation is not None: one_of("accumulation", c.accumulation, ("rescaled",))
     if c.residual_clamp == 0: raise InputError("residual_clamp must be above 0, or null")
-    if (c.shadow_every or c.interventions) and c.monitor_every is None:
-        raise InputError("shadow_every and interventions need monitor_every")
+    for word in words_of(c.wandb_layers): one_of("group of wandb_layers", word, BY_LAYER)
+    if (c.shadow_every or c.interventions or c.wandb_layers) and c.monitor_every is None:
+        raise InputError("shadow_every, interventions and wandb_layers need monitor_every")
     if c.compile is not None: one_of("compile", c.compile, ("on", "off"))
     if c.compile == "on" and (why := not_one_graph(c)):
         raise InputError(f"compile=on takes no model in which {why}")

@@ -28,7 +28,7 @@ from .trainer import Trainer, perplexity
 TEN_MILLION = TrainConfig(  # about five million tokens
     model="gpt-10m", data="lex_glue/eurlex", block_size=256, batch_size=16, max_steps=1220,
     lr=1e-3, warmup_steps=100, eval_every=50, eval_windows=128, converge_window=5,
-    monitor_every=1,
+    monitor_every=1, wandb_layers="gradients, histograms",
 )
 
 # %% ../../nbs/training/05_experiment.ipynb #c3a98267

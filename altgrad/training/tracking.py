@@ -27,6 +27,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Iterator
 
+import numpy as np
+
 # %% ../../nbs/training/02_tracking.ipynb #5941a42e
 import torch
 
@@ -472,6 +474,12 @@ def first_line(e: BaseException) -> str:
     return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
 
 # %% ../../nbs/training/02_tracking.ipynb #b064f194
+def _picture(counts: np.ndarray) -> Any:  # a `wandb.Histogram`
+    "Counts by code, as W&B draws them: one bar a code, from 0."
+    import wandb
+
+    return wandb.Histogram(np_histogram=(counts, np.arange(len(counts) + 1)))
+
 def _mirror_row(run: Any, row: dict[str, Any]) -> None:
     "Logs a row's numbers under its step (NaN and infinities too), and its events as alerts."
     numbers = {
@@ -479,7 +487,8 @@ def _mirror_row(run: Any, row: dict[str, Any]) -> None:
         for key, value in row.items()
         if isinstance(value, (int, float)) and key != "step"
     }
-    run.log(numbers, step=row["step"])
+    counts = {key: value for key, value in row.items() if isinstance(value, np.ndarray)}
+    run.log(numbers | {key: _picture(value) for key, value in counts.items()}, step=row["step"])
     for event in row.get("events", ()):
         where = " ".join(str(event[key]) for key in ("kind", "layer", "metric")
                          if event.get(key))[:63]  # W&B takes less than 64
@@ -558,6 +567,16 @@ def _wandb_pieces(data: bytes) -> Iterator[bytes]:
             record = b""
 
 # %% ../../nbs/training/02_tracking.ipynb #2158854c
+def _history_row(items: Any) -> dict[str, Any]:
+    "A row of wandb's file; a value of several parts, a histogram, is a dictionary."
+    row: dict[str, Any] = {}
+    for item in items:
+        *outer, last = item.nested_key or [item.key]
+        place = row
+        for key in outer: place = place.setdefault(key, {})
+        place[last] = json.loads(item.value_json)
+    return row
+
 def read_wandb(
     folder: Path | str,  # a run's folder
 ) -> list[dict[str, Any]]:  # one a wandb folder, by time: id, name, config, rows (step -> metric -> number), alerts
@@ -573,8 +592,8 @@ def read_wandb(
                 part |= {"id": record.run.run_id, "name": record.run.display_name,
                          "config": {u.key: json.loads(u.value_json)
                                     for u in record.run.config.update}}
-            if record.HasField("history"): part["rows"][record.history.step.num] = {
-                (i.key or i.nested_key[0]): json.loads(i.value_json) for i in record.history.item}
+            if record.HasField("history"):
+                part["rows"][record.history.step.num] = _history_row(record.history.item)
             if record.HasField("alert"):
                 part["alerts"].append((record.alert.title, record.alert.text))
         if part["id"]: parts.append(part)  # else it was killed before it had begun

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Sums', 'FROM_SUMS', 'FROM_CODES', 'QUANTIZATION', 'UPDATES', 'GRADIENTS', 'SHADOW', 'ATTENTION', 'HEALTH', 'TRAINING',
-           'METRICS', 'Metric', 'MetricGroup', 'Codes']
+           'METRICS', 'BY_LAYER', 'Metric', 'MetricGroup', 'Codes']
 
 # %% ../../nbs/watching/00_metrics.ipynb #df37007c
 import math
@@ -329,3 +329,4 @@ TRAINING = MetricGroup(
 
 # %% ../../nbs/watching/00_metrics.ipynb #3396fc63
 METRICS = (TRAINING, QUANTIZATION, UPDATES, GRADIENTS, SHADOW, ATTENTION, HEALTH)
+BY_LAYER = (*(group.path.split("/")[0] for group in METRICS if "<layer>" in group.path), "histograms")

@@ -12,7 +12,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Callable, Iterable, Mapping, NamedTuple
+from typing import Any, Callable, Container, Iterable, Mapping, NamedTuple
 
 import numpy as np
 import torch
@@ -190,6 +190,14 @@ class Measurement:
         "The values that stand for the whole model."
         known = {path: value for path, value in self.values.items() if not math.isnan(value)}
         return {path: value for path, value in known.items() if path.split("/")[1:2] == ["all"]}
+
+    def by_layer(self, groups: Container[str]) -> dict[str, float | np.ndarray]:
+        "The values of single layers, of some of the groups `BY_LAYER`; of histograms the counts by code."
+        found: dict[str, float | np.ndarray] = {
+            path: value for path, value in self.values.items()
+            if not math.isnan(value) and path.split("/")[0] in groups and path.split("/")[1] != "all"
+        }
+        return found | (self.histograms if "histograms" in groups else {})
 
 # %% ../../nbs/watching/04_monitors.ipynb #364345a4
 Reader = Callable[[Mapping[Any, np.ndarray]], dict[str, float]]
