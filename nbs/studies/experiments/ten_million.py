@@ -1,0 +1,264 @@
+"""Trains ten million parameters on EUR-Lex in every arm of the second protocol, and stores the runs.
+
+python nbs/studies/experiments/ten_million.py --out FOLDER --data path:FILE
+python nbs/studies/experiments/ten_million.py --out FOLDER --store
+
+The first makes the runs, in the order of the protocol, one after the other on all cores; it goes on
+where it was stopped. The second writes what is finished to nbs/results/ten_million, for
+nbs/studies/ten_million.ipynb, which says what is expected.
+"""
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from altgrad.basics import InputError, write_atomic
+from altgrad.training.config import TrainConfig
+from altgrad.training.experiment import compare, find_config, read_arm
+from altgrad.training.tracking import RunFolder
+from altgrad.views.autopsy import autopsy
+from altgrad.watching.series import read_histograms, read_series
+
+HERE = Path(__file__).resolve().parents[2] / "results/ten_million"
+BASE, WIDE = "ten_million/bf16_baseline", "ten_million/e5m2_fp8"
+SEEDED = (BASE, WIDE)  # with three seeds
+SINGLE = (
+    "ten_million/e4m3_fp8", "ten_million/e3m4_fp8", "ten_million/e7m0_fp8",
+    "ten_million/e4m3_fp8:storage=grid_stochastic", "ten_million/e7m0_fp8:storage=grid_stochastic",
+    "ten_million/e4m3_fp8:storage=grid_nearest", "ten_million/e7m0_fp8:storage=grid_nearest",
+    "ten_million/e4m3_fp8:storage=grid_residual4,moments=dynamic8",
+)
+DENSE, SPARSE = 1, 20  # steps between stored numbers
+KEPT = {  # what is stored of single layers, and how often; and of all of them together
+    "shadow/cosine": DENSE, "gradients/l2": SPARSE, "gradients/snr": SPARSE,
+    "gradients/dead_neurons": SPARSE, "updates/code_unchanged_rate": SPARSE,
+    "quantization/underflow_rate": SPARSE,
+}
+PICTURES = 8  # steps of which a run's histogram is stored
+
+
+def configs(specs: Iterable[str], data: str) -> list[TrainConfig]:
+    "The arms, trained on a text."
+    return [find_config(spec, {"data": data}) for spec in specs]
+
+
+def train(out: Path, data: str) -> None:
+    "Makes the runs that are not finished yet."
+    compare(configs(SEEDED, data), out, seeds=3)
+    compare(configs((BASE, *SINGLE), data), out)
+
+
+def without_place(entry: dict[str, Any]) -> dict[str, Any]:
+    "A run's config and record, with the text's name in place of where it lay."
+    kind, _, place = entry["config"]["data"].partition(":")
+    name = f"{kind}:{Path(place).name}" if place else kind
+    config = entry["config"] | {"data": name}
+    record = {k: v for k, v in entry["record"].items() if k != "bit_histogram"}
+    return entry | {"config": config, "record": record | {"corpus": record["corpus"] | {"name": name}}}
+
+
+def told(folder: RunFolder) -> list[dict[str, Any]]:
+    "What happened in a run, with its steps."
+    return [{"step": row["step"], **e} for row in folder.metrics() for e in row.get("events", ())]
+
+
+def run_row(path: Path) -> dict[str, Any]:
+    "A finished run as a line of runs.jsonl."
+    folder, found = RunFolder(path), autopsy(path)
+    speed = [row["tokens_per_s"] for row in folder.metrics()]
+    return without_place(read_arm(path)) | {
+        "events": told(folder), "autopsy": str(found).splitlines(), "tokens_per_s": float(np.median(speed)),
+    }
+
+
+def is_kept(path: str, step: int) -> bool:
+    "Whether a number of a series is stored."
+    group, *_, name = path.split("/")
+    every = KEPT.get(f"{group}/{name}")
+    return every is not None and (step == 1 or step % every == 0)
+
+
+def numbers(path: Path) -> Iterator[dict[str, Any]]:
+    "The rows of series.parquet of a run."
+    for place, (steps, values) in read_series(path / "series").items():
+        for step, value in zip(steps.tolist(), values.tolist()):
+            if is_kept(place, step):
+                yield {"run": path.name, "path": place, "step": step, "value": value}
+
+
+def pictures(path: Path) -> Iterator[dict[str, Any]]:
+    "The rows of histograms.parquet of a run: counts by code of all layers at some steps."
+    series = list(read_histograms(path / "series").values())
+    if not series: return
+    steps, total = series[0][0], sum(counts.astype(np.int64) for _, counts in series)
+    for i in np.unique(np.linspace(0, len(steps) - 1, PICTURES).round().astype(int)):
+        yield {"run": path.name, "step": int(steps[i]), "counts": total[i].tolist()}
+
+
+def table(rows: list[dict[str, Any]], path: Path) -> None:
+    "Writes rows as parquet, numbers with the digits that were measured."
+    found = pa.Table.from_pylist(rows)
+    if "value" in found.column_names:
+        place = found.column_names.index("value")
+        found = found.set_column(place, "value", found.column("value").cast(pa.float32()))
+    pq.write_table(found, path, compression="zstd")
+
+
+def finished(out: Path) -> list[Path]:
+    "The folders of finished runs; InputError where there is none."
+    paths = [p.parent for p in sorted(out.glob("*/run.json"))]
+    ended = {p: json.loads((p / "run.json").read_text())["exit_reason"] for p in paths}
+    found = [p for p in paths if ended[p].startswith(("finished", "stopped"))]
+    if not found: raise InputError(f"{out} holds no finished run")
+    return found
+
+
+def store(out: Path, to: Path = HERE) -> None:
+    "Writes the finished runs for the page."
+    paths = finished(out)
+    to.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(run_row(path), allow_nan=False) for path in paths]
+    write_atomic(to / "runs.jsonl", "\n".join(lines) + "\n")
+    table([row for path in paths for row in numbers(path)], to / "series.parquet")
+    table([row for path in paths for row in pictures(path)], to / "histograms.parquet")
+
+
+# what was said of the runs, and what they show
+
+Series = dict[str, tuple[np.ndarray, np.ndarray]]  # path: steps, values
+
+
+class Stored(NamedTuple):
+    "The stored runs."
+    runs: dict[str, dict[str, Any]]
+    series: dict[str, Series]
+    histograms: dict[str, tuple[np.ndarray, np.ndarray]]  # run: steps, counts [n, codes]
+
+    def loss(self, name: str) -> float:
+        "The final validation loss of a run, in nats a byte; KeyError for one that was not made."
+        last = self.runs[f"ten_million_{name}"]["val"][-1]
+        return math.inf if last[1] is None else last[1]
+
+    def unchanged(self) -> dict[str, float]:
+        "The share of codes that an update leaves as they are, by run, mean over the run."
+        path = "updates/all/code_unchanged_rate"
+        return {run: float(found[path][1].mean()) for run, found in self.series.items() if path in found}
+
+
+def read_stored(folder: Path = HERE) -> Stored:
+    "Reads what `store` wrote; nothing where it has not."
+    if not folder.is_dir(): return Stored({}, {}, {})
+    rows = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    series: dict[str, Series] = {}
+    for (run, path), part in pq.read_table(folder / "series.parquet").to_pandas().groupby(["run", "path"]):
+        series.setdefault(run, {})[path] = (part["step"].to_numpy(), part["value"].to_numpy())
+    counts = pq.read_table(folder / "histograms.parquet").to_pandas().groupby("run")
+    histograms = {run: (part["step"].to_numpy(), np.stack(part["counts"])) for run, part in counts}
+    return Stored({row["record"]["name"]: row for row in rows}, series, histograms)
+
+
+class Finding(NamedTuple):
+    "What was said, what was found, and whether it holds; None where a run is missing."
+    said: str
+    found: str
+    holds: bool | None
+
+
+def seeds_of(s: Stored, name: str) -> list[float]:
+    "The final losses of a run's seeds."
+    return [s.loss(name), *(s.loss(f"{name}_seed{n}") for n in (43, 44))]
+
+
+def excess(s: Stored) -> tuple[str, bool]:
+    "How far E5M2 ends above the baseline, by seed."
+    pairs = zip(seeds_of(s, "e5m2_fp8"), seeds_of(s, "bf16_baseline"))
+    found = [100 * (a / b - 1) for a, b in pairs]
+    return ", ".join(f"{x:+.2f} %" for x in found), max(map(abs, found)) <= 10
+
+
+def near_shadow(s: Stored) -> tuple[str, bool]:
+    "The least share of updates at which a layer's gradient points as its shadow's does."
+    shares = {path.split("/")[1]: float((values > 0.9).mean())
+              for path, (_, values) in s.series["ten_million_e5m2_fp8"].items()
+              if path.startswith("shadow/") and path.endswith("/cosine") and "/all/" not in path}
+    if not shares: raise KeyError("shadow")
+    worst = min(shares, key=shares.__getitem__)
+    return f"at least {shares[worst]:.1%} of updates, in {worst}", shares[worst] >= 0.95
+
+
+def in_order(s: Stored) -> tuple[str, bool]:
+    "The losses with master weights, in the order that was said."
+    names = ("bf16_baseline", "e3m4_fp8", "e4m3_fp8", "e5m2_fp8", "e7m0_fp8")
+    losses = [s.loss(name) for name in names]
+    turned = any(a - b > 0.02 for i, a in enumerate(losses) for b in losses[i + 1:])
+    return ", ".join(f"{x:.4f}" for x in losses), not turned and max(losses[1:3]) - losses[0] <= 0.02
+
+
+def coarse(s: Stored) -> tuple[str, bool]:
+    "How far E7M0 ends above the baseline."
+    found = 100 * (s.loss("e7m0_fp8") / s.loss("bf16_baseline") - 1)
+    return f"{found:+.2f} %", 2 <= found <= 10
+
+
+def stillest(s: Stored) -> tuple[str, bool]:
+    "The runs whose codes stay unchanged most often, E7M0 with master weights first."
+    shares = s.unchanged()
+    own = shares.pop("ten_million_e7m0_fp8")
+    if "ten_million_e7m0_fp8_grid_nearest" not in shares: raise KeyError("grid_nearest")  # could be stiller
+    other = max(shares, key=shares.__getitem__)
+    return f"{own:.2%}; of the others at most {shares[other]:.2%} ({other})", own > shares[other]
+
+
+def above(name: str, base: str, least: float, most: float) -> Callable[[Stored], tuple[str, bool]]:
+    "A run ends between so many and so many nats above another."
+    def judge(s: Stored) -> tuple[str, bool]:
+        gap = s.loss(name) - s.loss(base)
+        return f"{gap:+.4f} nats", least <= gap <= most
+    return judge
+
+
+E4, E7, RESIDUAL = "e4m3_fp8", "e7m0_fp8", "e4m3_fp8_grid_residual4_moments_dynamic8"
+CLAIMS: dict[str, Callable[[Stored], tuple[str, bool]]] = {
+    "E5M2 ends within 10 % of the baseline's loss with every seed": excess,
+    "the cosine of every quantized layer is above 0.9 at 95 of 100 updates": near_shadow,
+    "losses in order: baseline, E3M4, E4M3, E5M2, E7M0; the first three within 0.02 nats": in_order,
+    "E7M0 with master weights ends 2 to 10 % above the baseline": coarse,
+    "its codes stay unchanged more often than in any other run": stillest,
+    "E4M3: stochastic rounding is 0.01 to 0.08 nats above master weights":
+        above(f"{E4}_grid_stochastic", E4, 0.01, 0.08),
+    "E7M0: stochastic rounding is more than 0.1 nats above master weights":
+        above(f"{E7}_grid_stochastic", E7, 0.1, math.inf),
+    "E4M3: nearest rounding is above stochastic":
+        above(f"{E4}_grid_nearest", f"{E4}_grid_stochastic", 0.0, math.inf),
+    "E7M0: nearest rounding is above stochastic":
+        above(f"{E7}_grid_nearest", f"{E7}_grid_stochastic", 0.0, math.inf),
+    "E4M3: a residual of 4 bits with moments in 8 is within 0.01 nats of master weights":
+        above(RESIDUAL, E4, -0.01, 0.01),
+}
+
+
+def findings(s: Stored) -> list[Finding]:
+    "All claims, each with what the stored runs show."
+    def judged(text: str, judge: Callable[[Stored], tuple[str, bool]]) -> Finding:
+        try: return Finding(text, *judge(s))
+        except KeyError: return Finding(text, "not run", None)
+    return [judged(*claim) for claim in CLAIMS.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--data", help="the text: path:FILE")
+    parser.add_argument("--store", action="store_true", help="store what is finished, and train nothing")
+    given = parser.parse_args()
+    if bool(given.data) == given.store: parser.error("give either --data, to train, or --store")
+    if given.store: store(given.out)
+    else: train(given.out, given.data)
+
+
+if __name__ == "__main__": main()
