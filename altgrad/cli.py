@@ -326,7 +326,8 @@ def _add_conform(commands: Any) -> None:
                         "(default: float32)")
     p.add_argument("--binary", metavar="CMD",
                    help="judge this program: float32 numbers, little-endian, on its standard "
-                        "input; one byte for each on its standard output")
+                        "input; a code for each on its standard output, in one byte, or two "
+                        "for more than 8 bits")
     p.add_argument("--all", action="store_true",
                    help="all 2^32 float32 numbers, too; a killed run goes on")
     p.add_argument("--json", action="store_true", help="print the verdict as JSON")
@@ -896,7 +897,8 @@ def _progress(args: argparse.Namespace) -> Iterator[Callable[[float], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("all float32 numbers", total=1.0)
         yield lambda share: bar.update(task, completed=share)
 

@@ -323,6 +323,9 @@ HOSTILE = {
     "device": (lambda x: x.to("meta"), "returns a tensor on meta"),
     "in place": (lambda x: x.mul_(2), "changes its input"),
     "random": (lambda x: x + torch.rand(x.shape), "is not deterministic"),
+    "largest": (lambda x: x / x.abs().max(), "depends on more than"),
+    "largest finite": (lambda x: x * (448 / x[x.isfinite()].abs().max()), "depends on more than"),
+    "says nothing": (lambda x: (_ for _ in ()).throw(MemoryError()), "raises MemoryError$"),
     "own scale": (lambda x: x / x[:5].nan_to_num(0, 0, 0).abs().sum(), "depends on more than"),
     "prints": (print_and_round, r"prints \(one two\); a quantizer must not"),
     "scale": (lambda x, scale: x, r"takes \(x, scale\) and would be given \(x\)"),
@@ -358,7 +361,7 @@ def test_a_function_of_half_precision_that_cannot_be_judged(f, why):
     (dict(rounding="neaerst"), "did you mean nearest"),
     (dict(rounding="floor"), "unknown rounding"),
     (dict(overflow="raise"), "unknown overflow"),
-    (dict(signature="scale, x"), "unknown signature"),
+    (dict(signature="scale, x"), "unknown signature 'scale, x'; allowed: x; x, scale; "),
     (dict(signature="amax"), "unknown rounding"),
     (dict(signature="amax", rounding="up", overflow="special"), "scales have no overflow"),
     (dict(arrays="jax"), "unknown kind of arrays"),
@@ -368,6 +371,28 @@ def test_a_function_of_half_precision_that_cannot_be_judged(f, why):
 ))
 def test_a_request_that_nobody_can_meet_is_refused(asks, why):
     with pytest.raises(InputError, match=why): judge(lambda x: x, **({"format": "E4M3"} | asks))
+
+
+def test_values_times_their_scale_are_told_from_values():
+    def back(x, scale): return (x / scale).to(torch.float8_e4m3fn).float() * scale
+    with pytest.raises(InputError, match="values times the scale; allowed: --signature"):
+        judge(back, "E4M3", signature="x, scale")
+    assert judge(back, "E4M3", signature="x, scale -> q * scale").conforms
+
+
+@pytest.mark.parametrize("f, arrays, hint", (
+    (lambda x: x.astype("f4"), "torch", "with --numpy it gets an array"),
+    (lambda x: x.clamp(0), "numpy", "without --numpy it gets a torch tensor"),
+))
+def test_who_was_given_other_arrays_is_told(f, arrays, hint):
+    with pytest.raises(InputError, match=hint): judge(f, "E4M3", arrays=arrays)
+
+
+def test_chance_is_measured_against_chance():
+    "The expected noise of fair rounding, not that of rounding to nearest, is what is right."
+    dithered = next(p for p in mutants.RIGHT if p.f.__name__ == "dithered")
+    verdict = judge(dithered.f, dithered.format, **dithered.asks)
+    assert abs(verdict.sqnr_db - verdict.sqnr_right_db) < 0.2  # 2^16 draws; nearest is 3 dB better
 
 
 FOREIGN = """
@@ -395,7 +420,7 @@ def foreign(tmp_path, monkeypatch):
 def test_a_function_that_hangs_or_dies_is_said(foreign):
     with pytest.raises(InputError, match="hangs: a call takes more than 1 seconds"):
         judge_apart(partial(use_function, "mine.py:hangs"), "f", seconds=1, format="E4M3")
-    with pytest.raises(InputError, match="ends its process"):
+    with pytest.raises(InputError, match=r"ends its process \(signal 6\)"):
         judge_apart(partial(use_function, "mine.py:dies"), "f", format="E4M3")
 
 
@@ -567,7 +592,7 @@ def test_the_input_that_crashes_a_program_is_found(simulators, capsys):
     fault = json.loads(out)["faults"][0]
     assert code == 1 and fault["name"] == "crash" and fault["input"] == "0xC0400000 = -3.0"
     _, out, _ = told(capsys, "conform", "--format", "E4M3", "--binary", simulators["crash"])
-    assert out.splitlines()[1] == "crash (ended by signal 6): 0xC0400000 = -3.0"
+    assert out.splitlines()[1:] == ["crash (ended by signal 6): 0xC0400000 = -3.0"]
     assert "ended by signal 6" in fault["detail"]
 
 

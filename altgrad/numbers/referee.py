@@ -345,7 +345,8 @@ class _Asked:
         except (InputError, Crash): raise
         except SystemExit: raise InputError(f"{self.name} ends the process") from None
         except Exception as e:
-            raise InputError(f"{self.name} raises {type(e).__name__}: {e}{self._hint(e)}") from None
+            what = f"{type(e).__name__}: {e}".removesuffix(": ")  # some say nothing
+            raise InputError(f"{self.name} raises {what}{self._hint(e)}") from None
         if given.getvalue():
             raise InputError(f"{self.name} prints ({one_line(given.getvalue().strip(), 60)}); "
                              "a quantizer must not")
@@ -360,9 +361,10 @@ class _Asked:
 
     def _hint(self, e: Exception) -> str:
         if "'scale'" in str(e): return "; does it need a scale? allowed: --signature 'x, scale'"
-        if self.arrays == "torch" and isinstance(e, (TypeError, AttributeError)):
-            return "; it was given a torch tensor, with --numpy it gets an array"
-        return ""
+        if not isinstance(e, (TypeError, AttributeError)): return ""
+        if self.arrays == "numpy":
+            return "; it was given a numpy array, without --numpy it gets a torch tensor"
+        return "; it was given a torch tensor, with --numpy it gets an array"
 
     def _unpack(self, y: Any, shape: tuple, scale: float) -> np.ndarray:
         "What came back, as float32 patterns."
@@ -378,7 +380,8 @@ class _Asked:
             y = _as_array(y.detach())
         if self.codes: return self._decode(y.ravel(), kind)
         if kind not in ("float32", self.dtype):
-            raise InputError(f"{self.name} returns {kind}, not {self.dtype}; codes need --codes")
+            hint = "; codes need --codes" if y.dtype.itemsize == 1 or y.dtype.kind in "iu" else ""
+            raise InputError(f"{self.name} returns {kind}, not {self.dtype}{hint}")
         out = np.ascontiguousarray(y, dtype=np.float32).ravel().view(np.uint32)
         if self.signature.endswith("q * scale"): out = _divided_back(out, self.fmt, scale)
         return _canonical(out, self.fmt)
@@ -456,7 +459,7 @@ class Fault:
         if not self.input: return f"{self.name}{more}"
         at = f" at scale {self.scale:g}" if self.scale is not None else ""
         shares = {"bfloat16": "all bfloat16 numbers", "random": "random float32 numbers",
-                  "float16": "all float16 numbers"}
+                  "float16": "all float16 numbers", "boundary": "numbers at and beside ties"}
         if not self.given: return f"{self.name}{more}: {self.input}"
         much = next((f"; {_percent(self.shares[k])} of {of}" for k, of in shares.items()
                      if self.shares.get(k)), f"; {self.count} inputs")
@@ -507,7 +510,7 @@ def _noise(v: Verdict) -> str:
 
 def _notes(v: Verdict) -> list[str]:
     "What is said of all numbers, and of the noise, where either was looked at."
-    notes = [] if v.signature == "amax" else [_noise(v)]
+    notes = [] if v.signature == "amax" or not v.judged else [_noise(v)]
     if not v.patterns: return notes
     return [f"of all {v.patterns['judged']:,} float32 numbers "
             f"{v.patterns['mismatches']:,} are wrong", *notes]
@@ -759,7 +762,7 @@ def _right(fmt: FP8Format, rounding: str, overflow: str) -> Quantizer:
     return Quantizer(fmt, ROUNDING[rounding], overflow, overflow)
 
 def _ask(asked: _Asked, right: Quantizer) -> _Found:
-    "Ask for the answers to all inputs; once more in another order, where they must be the same."
+    "Ask for the answers to all inputs; once more in two halves, where they must be the same."
     scaled = "scale" in asked.signature
     batches, sets, answers, wrong = [], [], [], []
     for scale in map(float, np.array(SCALES, np.float32)) if scaled else (1.0,):
@@ -767,6 +770,7 @@ def _ask(asked: _Asked, right: Quantizer) -> _Found:
         parts, bits = inputs(*about), _together(*about)
         given = asked(bits, scale)
         _same_again(asked, bits, given, scale)
+        if asked.signature == "x, scale": _not_multiplied(asked, given, scale)
         batches.append(_Batch(scale, bits, given))
         sets.append(parts)
         answers.append(right.answers(bits, scale))
@@ -775,13 +779,23 @@ def _ask(asked: _Asked, right: Quantizer) -> _Found:
     return _Found(asked.fmt, batches, sets, scaled, np.concatenate(answers), np.concatenate(wrong))
 
 # %% ../../nbs/numbers/09_referee.ipynb #445ff6b5
+def _not_multiplied(asked: _Asked, given: np.ndarray, scale: float) -> None:
+    "InputError for a function that returns its values times the scale and does not say so."
+    values = _decoded(asked.fmt, False)
+    back = _divided_back(given, asked.fmt, scale)
+    if np.isin(given, values).all() or not np.isin(back, values).all(): return
+    raise InputError(f"{asked.name} returns values times the scale; allowed: "
+                     "--signature 'x, scale -> q * scale'")
+
 def _same_again(asked: _Asked, bits: np.ndarray, given: np.ndarray, scale: float) -> None:
     "InputError for a function whose answer to a number depends on the call, or on other numbers."
-    if np.array_equal(asked(bits[::-1], scale)[::-1], given): return
+    small = (bits & np.uint32(SIGN - 1)) < first_pattern(1 << _UNIT, True)  # below 1
+    parts = [np.flatnonzero(half)[::-1] for half in (small, ~small)]
+    if all(np.array_equal(asked(bits[part], scale), given[part]) for part in parts): return
     if not np.array_equal(asked(bits, scale), given):
         raise InputError(f"{asked.name} is not deterministic: the same call gives two answers; "
                          "allowed: --rounding stochastic")
-    raise InputError(f"{asked.name} depends on more than the number: in another order it gives "
+    raise InputError(f"{asked.name} depends on more than the number: among other numbers it gives "
                      "other answers; does it compute a scale of its own?")
 
 # %% ../../nbs/numbers/09_referee.ipynb #ddce8d03
@@ -793,6 +807,15 @@ def _gaussian(
     top = fmt.max if fmt.max < 2.0**16 else 1.0
     e = math.frexp(float(np.abs(w).max()) / top)[1]
     return np.ldexp(w, -e + (fmt.max >= 2.0**16)).astype(np.float32)
+
+def _fair_db(fmt: FP8Format) -> float:
+    "SQNR in dB of a Gaussian weight that is rounded stochastically, as expected."
+    x = _gaussian(fmt)
+    bits = x.view(np.uint32)
+    low, high = (Quantizer(fmt, step).answers(bits).view(np.float32).astype(np.float64)
+                 for step in ("truncate", "outward"))
+    x = x.astype(np.float64)
+    return 10 * math.log10(float((x * x).sum() / ((x - low) * (high - x)).sum()))
 
 def _sqnr(x: np.ndarray, bits: np.ndarray) -> float | None:
     "Signal to noise in dB, of answers as patterns; None where none is a finite number."
@@ -1125,7 +1148,8 @@ def _check(
 ) -> None:
     "InputError for a request that nobody can meet."
     if not callable(f): raise InputError(f"{name} is no function")
-    if signature not in SIGNATURES: raise unknown("signature", signature, SIGNATURES)
+    if signature not in SIGNATURES:
+        raise InputError(f"unknown signature '{signature}'; allowed: {'; '.join(SIGNATURES)}")
     modes = SCALE_ROUNDING if signature == "amax" else ROUNDING
     if rounding not in modes: raise unknown("rounding", rounding, modes)
     if overflow not in OVERFLOW: raise unknown("overflow", overflow, OVERFLOW)
@@ -1223,7 +1247,7 @@ def _judge_stochastic(asked: _Asked, right: Quantizer, told: dict[str, Any]) -> 
     found = _Found(fmt, [batch], [{"fixed": fixed}], False, answer, given != answer)
     if not any(f.name.endswith(("zero", "biased")) for f in faults):
         faults = faults + _name_faults(right, found)[0]
-    return _verdict(told, faults, found, *_both_sqnr(asked, right))
+    return _verdict(told, faults, found, _both_sqnr(asked, right)[0], _fair_db(fmt))
 
 # %% ../../nbs/numbers/09_referee.ipynb #9cc5f542
 _CHUNK = 2**22  # patterns at a time
@@ -1342,7 +1366,9 @@ def judge_apart(
             if kind == "verdict": return value
     except EOFError:
         process.join()
-        raise InputError(f"{name} ends its process (exit code {process.exitcode})") from None
+        code = process.exitcode or 0
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise InputError(f"{name} ends its process ({how})") from None
     finally:
         # the group, because a program that hangs is a process of that process
         with contextlib.suppress(ProcessLookupError):

@@ -44,7 +44,8 @@ def main() -> None:
     torch.manual_seed(SEED)
     np.random.seed(SEED)
     commit = code_commit()
-    rows = [row(p) for p in (*mutants.RIGHT, *mutants.MUTANTS, *mutants.COMBINED)]
+    rows = [row(p) for p in (*mutants.RIGHT, *mutants.RIGHT_HALVES, *mutants.MUTANTS,
+                               *mutants.HALVES, *mutants.COMBINED)]
     found = {
         "config": {"seed": SEED}, "git_commit": commit, "machine": machine(),
         "versions": versions(), "seconds": sum(r["seconds"] for r in rows), "rows": rows,
