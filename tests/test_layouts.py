@@ -218,6 +218,16 @@ def test_a_run_is_converted(run, tmp_path, capsys):
     assert main(["convert", str(run), "--to", "fp8"]) == 0 and (run / "fp8/model.safetensors").is_file()
 
 
+def test_the_help_of_convert_lists_what_there_is(capsys, monkeypatch):
+    monkeypatch.setitem(LAYOUTS, "mine", LAYOUTS["mxfp4"])
+    with pytest.raises(SystemExit) as done: main(["convert", "--help"])
+    told = capsys.readouterr().out
+    assert not done.value.code
+    for name, kind in LAYOUTS.items():
+        line, = (row for row in told.splitlines() if row.split()[:1] == [name])
+        assert line.endswith(f"read by {kind.reader}") and all(f in line for f in kind.formats)
+
+
 def test_a_request_to_convert_that_is_wrong(run, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bare").mkdir()
