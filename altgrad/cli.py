@@ -295,13 +295,23 @@ def _add_doctor(commands: Any) -> None:
     p.add_argument("--no-test", action="store_true", help="leave out the self-test")
 
 # %% ../nbs/cli.ipynb #e9e9ecc5
+def _layouts_text() -> str:
+    "The layouts, one a line."
+    from altgrad.geometry.layouts import LAYOUTS
+
+    rows = [
+        f"  {name:<20} {', '.join(kind.formats)}, a scale for each "
+        f"{' or '.join(map(str, kind.shares))}; read by {kind.reader}"
+        for name, kind in LAYOUTS.items()
+    ]
+    return "\n".join(["layouts:", *rows, ""])
+
 def _add_convert(commands: Any) -> None:
     "The parser of `convert`."
-    p = _command(commands, "convert", "write a run's weights as another library reads them")
+    does = "write a run's weights as another library reads them"
+    p = _command(commands, "convert", does, more=_layouts_text)
     p.add_argument("run", metavar="RUN", help="folder of a run")
-    p.add_argument("--to", required=True, metavar="LAYOUT",
-                   help="fp8 or fp8_blocks (transformers), compressed-tensors, mxfp8, mxfp8_e5m2 or "
-                        "mxfp4 (torchao)")
+    p.add_argument("--to", required=True, metavar="LAYOUT", help="one of those below")
     p.add_argument("--out", metavar="DIR", help="folder (default: RUN/LAYOUT)")
 
 # %% ../nbs/cli.ipynb #64aee6b3

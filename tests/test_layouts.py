@@ -89,6 +89,44 @@ def test_torchao_reads_what_was_trained(layout, tmp_path):
     assert torch.allclose(theirs, ours, rtol=0, atol=96 * 2.0**-23 * ours.abs().max().item())
 
 
+@pytest.mark.parametrize("stored", ("master", "grid_residual4"))
+@pytest.mark.parametrize("layout", OF_TORCHAO)
+def test_torchao_reads_a_model_in_bfloat16_as_one(layout, stored, tmp_path):
+    point = f"{LAYOUTS[layout].formats[0]} 32"
+    model = on_grid(Two().bfloat16(), point, stored, inputs=point)
+    export_weights(model, tmp_path, layout)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file: words = file.metadata()
+    state, _ = unflatten_tensor_state_dict(load_file(tmp_path / "model.safetensors"), words)
+    assert {t.dtype for t in state.values()} == {torch.bfloat16}
+    read = Two().bfloat16()
+    read.load_state_dict(state, assign=True)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    with torch.no_grad(): theirs, ours = read(x), model(x)
+    # one rounding to bfloat16 after each of two products, which may fall to the other side
+    assert theirs.dtype == ours.dtype == torch.bfloat16
+    assert torch.allclose(theirs, ours, rtol=0, atol=2.0**-7 * ours.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float64))
+def test_torchao_has_no_mx_for_other_dtypes(dtype, tmp_path):
+    model = on_grid(Two().to(dtype), "E4M3 32", "master")
+    said = f"fc: MX of torchao is for models in float32 or bfloat16, not {str(dtype)[6:]}"
+    with pytest.raises(InputError, match=said): export_weights(model, tmp_path / "out", "mxfp8")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", OF_TRANSFORMERS)
+def test_transformers_reads_a_model_in_bfloat16_as_one(layout, tmp_path):
+    model = on_grid(llama().bfloat16(), f"E4M3 {SHARES[layout]}")
+    export_weights(model, tmp_path, layout)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    with torch.no_grad(): theirs, ours = read(TOKENS).logits, model(TOKENS).logits
+    assert theirs.dtype == ours.dtype == read.dtype == torch.bfloat16
+    # two layers of roundings to bfloat16, which may fall to the other side
+    assert torch.allclose(theirs.float(), ours.float(), rtol=0, atol=2.0**-5 * ours.abs().max().item())
+
+
 @pytest.mark.parametrize("layout", OF_TORCHAO)
 def test_the_file_is_the_one_that_torchao_would_write(layout, tmp_path):
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
@@ -178,6 +216,16 @@ def test_a_run_is_converted(run, tmp_path, capsys):
         assert torch.equal(stored[name].view(torch.uint8), grid.codes.view(torch.uint8))
         assert torch.equal(stored[f"{name}_scale_inv"], grid.scale)
     assert main(["convert", str(run), "--to", "fp8"]) == 0 and (run / "fp8/model.safetensors").is_file()
+
+
+def test_the_help_of_convert_lists_what_there_is(capsys, monkeypatch):
+    monkeypatch.setitem(LAYOUTS, "mine", LAYOUTS["mxfp4"])
+    with pytest.raises(SystemExit) as done: main(["convert", "--help"])
+    told = capsys.readouterr().out
+    assert not done.value.code
+    for name, kind in LAYOUTS.items():
+        line, = (row for row in told.splitlines() if row.split()[:1] == [name])
+        assert line.endswith(f"read by {kind.reader}") and all(f in line for f in kind.formats)
 
 
 def test_a_request_to_convert_that_is_wrong(run, tmp_path, capsys):

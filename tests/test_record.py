@@ -4,6 +4,9 @@ import gc
 import json
 import logging
 import math
+import os
+import subprocess
+import sys
 import weakref
 
 import faults
@@ -793,3 +796,47 @@ def test_with_accelerate_and_a_wrapped_optimizer():
 ))
 def test_callbacks_refuse_wrong_settings_at_once(make):
     with pytest.raises(InputError): make()
+
+
+SHARDED = """
+import copy, sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import altgrad
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4))
+losses = []
+for watched in (True, False):
+    model = copy.deepcopy(plain)
+    for part in (model[0], model[2], model): fully_shard(part)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    recorder = altgrad.record(model, optimizer, f"{sys.argv[1]}/{dist.get_rank()}", every=2)
+    if watched: recorder.start()
+    for step in range(4):
+        loss = model(torch.full((2, 16), 1.0 + step + dist.get_rank())).square().mean()
+        if watched: recorder.loss(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if watched: recorder.stop()
+    if watched: assert "0.weight is spread over several processes" in recorder.finding
+assert losses[:4] == losses[4:], "the loop went on, to the same numbers"
+dist.destroy_process_group()
+print("fine", flush=True)
+"""
+
+
+def test_a_sharded_model_is_refused_once_and_trains_on(tmp_path):
+    (tmp_path / "sharded.py").write_text(SHARDED, encoding="utf-8")
+    here = os.path.dirname(os.path.dirname(__file__))
+    env = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+        str(tmp_path / "sharded.py"), str(tmp_path),
+    ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.stdout.count("fine") == 2, done.stderr[-3000:]
+    assert done.stderr.count("altgrad.record stopped at step 0: 0.weight is spread over") == 2

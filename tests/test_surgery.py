@@ -1,6 +1,7 @@
 """Surgery on models that were not written for it."""
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT
 from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
 from altgrad.model.products import QuantizedLinear
-from altgrad.model.surgery import quantize_model
+from altgrad.geometry.storage import store_on_grid
+from altgrad.model.surgery import high_precision, quantize_model
 
 
 def encoder():
@@ -192,3 +194,29 @@ def test_first_matching_rule_wins_and_an_unmatched_one_is_an_error():
             config=PrecisionConfig([LayerPrecisionRule("transformer.h.*", "E4M3")], default="E4M3"),
         )
     with pytest.raises(InputError, match="quantized already"): quantize_model(model, "E4M3")
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_a_narrow_model_on_a_grid_computes_with_the_weights_that_torchs_cast_gives(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 16), nn.Linear(16, 8)).to(dtype)
+    twin = copy.deepcopy(model)
+    for i in (0, 2, 3):  # by hand: amax lands in E4M3's top binade, and torch rounds
+        w = twin[i].weight.detach().float()
+        scale = 2.0 ** math.ceil(math.log2(w.abs().max().item() / 448))
+        with torch.no_grad(): twin[i].weight.copy_((w / scale).to(torch.float8_e4m3fn).float() * scale)
+    quantize_model(model, "E4M3")
+    store_on_grid(model, "grid_residual4")
+    x = torch.randn(5, 3, 6, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = []
+    for net in (model, twin):
+        y = net(x)
+        y.float().square().sum().backward()
+        found.append([y, *(p.grad.to(dtype) for p in net.parameters())])
+    assert found[0][0].dtype == dtype
+    for ours, theirs in zip(*found, strict=True): assert torch.equal(ours, theirs)
+    with high_precision(model): assert torch.equal(model(x), found[1][0])
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(p.detach().float(), old.float())

@@ -298,15 +298,75 @@ def test_a_state_of_another_grid_is_refused_and_a_plain_one_begins_afresh():
         for part, value in grid.parts().items(): assert torch.equal(value, loaded.parts()[part])
 
 
-def test_moments_of_another_kind_are_refused():
-    states = []
-    for moments in (8, 32):
-        model = network()
-        optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3, moments=moments)
-        train(model, optimizer, range(1))
-        states.append((optimizer, optimizer.state_dict()))
-    with pytest.raises(ValueError, match="not saved as dynamic8"):
-        states[0][0].load_state_dict(states[1][1])
+KINDS = {
+    "adamw8": (torch.optim.AdamW, {}), "adamw32": (torch.optim.AdamW, {"moments": 32}),
+    "lion": (Lion, {}), "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "nadam": (torch.optim.NAdam, {}), "rmsprop": (torch.optim.RMSprop, {}),
+}
+
+
+@pytest.mark.parametrize("there, here, told, plain", (
+    ("adamw8", "adamw32", "by AdamW, moments dynamic8, not by AdamW, moments float32",
+     "exp_avg was not saved as float32 .*, but as dynamic8"),
+    ("adamw32", "adamw8", "by AdamW, moments float32, not by AdamW, moments dynamic8",
+     "exp_avg was not saved as dynamic8 .*, but as float32"),
+    ("adamw8", "sgd", "by AdamW, .*, not by SGD", "the state has no momentum, .* one of SGD"),
+    ("sgd", "adamw8", "by SGD, .*, not by AdamW", "the state is not one of AdamW"),
+    ("lion", "adamw8", "by Lion, .*, not by AdamW", "the state is not one of AdamW"),
+    ("adamw8", "nadam", "by AdamW, .*, not by NAdam", "the state is not one of NAdam"),
+    ("rmsprop", "adamw8", "by RMSprop, .*, not by AdamW", "the state has no betas"),
+    ("adamw8", "lion", "by AdamW, .*, not by Lion", None),  # has all that Lion wants
+))
+def test_a_state_of_another_optimizer_is_refused_and_nothing_is_loaded(there, here, told, plain):
+    def made(name):
+        model, (rule, settings) = network(), KINDS[name]
+        return model, altgrad.without_master(model, rule, lr=1e-3, **settings)
+    model, optimizer = made(there)
+    train(model, optimizer, range(2))
+    state = reloaded(optimizer.state_dict())
+    bare = {key: value for key, value in state.items() if key != "saved_by"}
+    (model, optimizer), (twin, usual) = made(here), made(here)
+    for pair in ((model, optimizer), (twin, usual)): train(*pair, range(2))
+    for saved, said in ((state, told), (bare, plain)):
+        if said is None: continue
+        with pytest.raises(InputError, match=said) as error: optimizer.load_state_dict(saved)
+        assert "\n" not in str(error.value)
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    assert train(model, optimizer, range(2, 5)) == train(twin, usual, range(2, 5))
+    assert equal(everything(model, optimizer), everything(twin, usual))
+
+
+@pytest.mark.parametrize("damage, told", (
+    (lambda s: s.pop("state"), "the state is not one of AdamW, moments dynamic8: KeyError 'state'"),
+    (lambda s: s["param_groups"].append({"params": []}), "number of parameter groups"),
+    (lambda s: s["state"][0]["exp_avg"].pop("scale"), "exp_avg was not saved as dynamic8"),
+    (lambda s: s.update(state=7), "the state is not one of AdamW"),
+), ids=("no state", "another group", "no scale", "a number"))
+def test_a_damaged_state_leaves_the_optimizer_as_it_was(damage, told):
+    model = network()
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    train(model, optimizer, range(2))
+    before, saved = everything(model, optimizer), copy.deepcopy(optimizer.state_dict())
+    damage(saved)
+    with pytest.raises(ValueError, match=told): optimizer.load_state_dict(saved)
+    assert equal(before, everything(model, optimizer)) and len(optimizer.param_groups) == 1
+    train(model, optimizer, range(2, 4))
+
+
+def test_a_state_of_plain_adamw_and_of_other_bits_goes_on():
+    "Moments are the same beside any codes; those of torch's own AdamW are those in 32 bits."
+    plain = network()
+    usual = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    train(plain, usual, range(2))
+    model = network()
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3, moments=32, bits=8)
+    optimizer.load_state_dict(reloaded(usual.state_dict()))
+    held = [[o.state[p]["exp_avg"] for p in m.parameters()] for m, o in ((plain, usual), (model, optimizer))]
+    assert equal(*held)
+    other = network()
+    again = altgrad.without_master(other, torch.optim.AdamW, lr=1e-3, moments=32, bits=2)
+    again.load_state_dict(optimizer.state_dict())
+    assert equal(held[0], [again.state[p]["exp_avg"] for p in other.parameters()])
 
 
 @pytest.mark.parametrize("change", ("bfloat16", "half", "double"))

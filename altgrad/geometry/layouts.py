@@ -19,6 +19,7 @@ from torch import Tensor, nn
 # %% ../../nbs/geometry/08_layouts.ipynb #99f81483
 from ..basics import InputError, make_folder, unknown, write_atomic
 from .interchange import Codes, model_codes
+from .storage import GridTensor
 from ..numbers.formats import get_format
 
 # %% ../../nbs/geometry/08_layouts.ipynb #69dc80a4
@@ -39,6 +40,7 @@ class Weights:
     coded: Mapping[str, Codes]
     plain: Mapping[str, Tensor]
     left: tuple[str, ...]  # linear layers whose weights are not quantized
+    dtypes: Mapping[str, str]  # of the quantized layers' weights, before they were codes
 
 # %% ../../nbs/geometry/08_layouts.ipynb #33097ee0
 BLOCK = 128  # rows and columns that share a scale in transformers' blocks
@@ -91,20 +93,22 @@ def _mx(name: str, c: Codes) -> dict[str, Tensor]:
 # %% ../../nbs/geometry/08_layouts.ipynb #ff4df168
 def _named(kind: str, value: str) -> dict[str, str]: return {"_type": kind, "_data": value}
 
-def _mx_facts(elements: str) -> dict[str, Any]:
+def _mx_facts(name: str, elements: str, dtype: str) -> dict[str, Any]:
     "The facts of an MXTensor whose inputs are rounded alike, as torchao writes them."
+    if dtype not in ("float32", "bfloat16"):
+        raise InputError(f"{name}: MX of torchao is for models in float32 or bfloat16, not {dtype}")
     alike = {
         "elem_dtype": _named("torch.dtype", elements), "block_size": 32,
         "kernel_preference": _named("KernelPreference", "EMULATED"), "is_swizzled_scales": False,
     }
     inputs = alike | {"scaling_mode": _named("ScaleCalculationMode", "RCEIL")}
-    own = {"orig_dtype": _named("torch.dtype", "float32"),
+    own = {"orig_dtype": _named("torch.dtype", dtype),
            "act_quant_kwargs": {"_type": "QuantizeTensorToMXKwargs", "_data": inputs}}
     return {"_type": "MXTensor", "_data": alike | own, "_tensor_data_names": ["qdata", "scale"]}
 
 def _mx_header(elements: str) -> Callable[[Weights], dict[str, str]]:
     def header(w: Weights) -> dict[str, str]:
-        facts = {f"{name}.weight": _mx_facts(elements) for name in w.coded}
+        facts = {f"{n}.weight": _mx_facts(n, elements, dtype) for n, dtype in w.dtypes.items()}
         facts |= {name: {"_type": "Tensor"} for name in w.plain}
         told = {name: json.dumps(fact) for name, fact in facts.items()}
         return told | {"tensor_names": json.dumps(list(facts))}
@@ -153,6 +157,11 @@ def _check(name: str, c: Codes, layout: str) -> None:
     raise InputError(f"{name} has a scale for each {shared}; {layout} has one for each {allowed}")
 
 # %% ../../nbs/geometry/08_layouts.ipynb #5c4af6dd
+def _dtype(model: nn.Module, layer: str) -> str:
+    "The dtype that a layer's weight has, or had before it was put on a grid."
+    w = model.get_parameter(f"{layer}.weight")
+    return str(w.made_from if isinstance(w, GridTensor) else w.dtype).removeprefix("torch.")
+
 def _weights(model: nn.Module, layout: str) -> Weights:
     "The parts of a model; InputError for what the layout does not have."
     state = model_codes(model)
@@ -168,14 +177,16 @@ def _weights(model: nn.Module, layout: str) -> Weights:
     left = [name for name in linear if f"{name}.weight" not in coded]
     # experts of transformers are parameters of their own module, and its FP8 would take them over
     left += [name for name, m in model.named_modules() if name.endswith(".experts") and m._parameters]
-    return Weights({name.removesuffix(".weight"): c for name, c in coded.items()}, plain, tuple(left))
+    layers = {name.removesuffix(".weight"): c for name, c in coded.items()}
+    return Weights(layers, plain, tuple(left), {name: _dtype(model, name) for name in layers})
 
 # %% ../../nbs/geometry/08_layouts.ipynb #7ada8ebb
-def _config_of(model: nn.Module) -> dict[str, Any]:
+def _config_of(model: nn.Module, dtypes: Mapping[str, str]) -> dict[str, Any]:
     "What a model of transformers says of itself, and nothing of others."
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     if to_dict is None: return {}
-    return to_dict() | {"architectures": [type(model).__name__]}
+    dtype = next(iter(dtypes.values()))
+    return to_dict() | {"architectures": [type(model).__name__], "dtype": dtype}
 
 # %% ../../nbs/geometry/08_layouts.ipynb #791e81a6
 def export_weights(
@@ -191,7 +202,7 @@ def export_weights(
     for name, c in found.coded.items(): parts |= kind.parts(name, c)
     tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in parts.items()}
     data = save(tensors, {"format": "pt", **kind.header(found)})
-    config = _config_of(model) | {"quantization_config": kind.config(found)}
+    config = _config_of(model, found.dtypes) | {"quantization_config": kind.config(found)}
     make_folder(folder)
     write_atomic(folder / "model.safetensors", data)
     write_atomic(folder / "config.json", json.dumps(config, indent=2, default=str) + "\n")

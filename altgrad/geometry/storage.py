@@ -51,13 +51,18 @@ class GridTensor(torch.Tensor):
         self.residual = residual
         # what a write needs: fmt, storage, seed, tensor; granularity and shape where they are not
         # the usual ones; what writes did: counts, nonfinite; afresh: a copy of plain values begins
-        # as if it had been made from them
+        # as if it had been made from them; made_from: a dtype, where that is not the tensor's own
         self.how = how
 
     @property
     def fmt(self) -> FP8Format:
         "The format of the codes."
         return self.how["fmt"]
+
+    @property
+    def made_from(self) -> torch.dtype:
+        "The dtype of the weight that it was made from."
+        return self.how.get("made_from", self.dtype)
 
     @property
     def kind(self) -> Storage:
@@ -304,7 +309,7 @@ def make_grid_tensor(
     kind = STORAGES[storage]
     fmt = get_format(kind.fmt or fmt)
     check_float(w, "a grid")
-    w = w.detach() if w.dtype == torch.float64 else w.detach().float()
+    given, w = w.dtype, w.detach() if w.dtype == torch.float64 else w.detach().float()
     held = _first_scales(w, kind, fmt, granularity)
     writes = torch.zeros((), dtype=torch.int64)  # stays on the host: it is part of a key
     rescales = torch.zeros((), dtype=torch.int64, device=w.device)
@@ -313,6 +318,7 @@ def make_grid_tensor(
            "nonfinite": torch.zeros((), dtype=torch.int64, device=w.device)}
     shared = "tensor" if kind.fmt else granularity
     if shared != "tensor": how["granularity"] = shared
+    if given != w.dtype: how["made_from"] = given
     inner = w / _spread(held, shared, w.shape)
     key = rounding_key(seed, 2**32 - 1, tensor)  # a step that no write has
     codes = pack(kind.start(inner, fmt, key), fmt)

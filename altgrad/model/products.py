@@ -213,6 +213,10 @@ class Quantized(nn.Module):
         "The weight as the product sees it; gradients pass straight through to `weight`."
         return _rounded_weight(self, advance) if "weight" in self.points else self.weight
 
+    def beside(self, x: Tensor, w: Tensor) -> Tensor:
+        "A factor for `x`: what was read from a grid, and is float32, takes the dtype of `x`."
+        return w.to(x.dtype) if isinstance(self.weight, GridTensor) else w
+
     def rounded_input(self, x: Tensor) -> Tensor:
         "The input as the product sees it; InputError under `torch.jit.trace`."
         if torch.jit.is_tracing():  # the scales of one batch would become constants
@@ -246,8 +250,9 @@ class QuantizedLinear(Quantized, nn.Linear):
     "A linear layer that rounds what goes into its products."
     def forward(self, x: Tensor) -> Tensor:
         "The linear map of rounded factors: [..., in] to [..., out]."
-        if self.bypass: return F.linear(x, self.weight, self.bias)
-        return _output(self, self.rounded_input(x), self.quantized_weight(self.training))
+        if self.bypass: return F.linear(x, self.beside(x, self.weight), self.bias)
+        x = self.rounded_input(x)
+        return _output(self, x, self.beside(x, self.quantized_weight(self.training)))
 
 # %% ../../nbs/model/03_products.ipynb #54731671
 class QuantizedConv2d(Quantized, nn.Conv2d):
@@ -257,8 +262,9 @@ class QuantizedConv2d(Quantized, nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """The convolution of rounded factors:
         [..., in, height, width] to [..., out, height', width']."""
-        if self.bypass: return super().forward(x)
-        x, w = self.rounded_input(x), self.quantized_weight(self.training)
+        if self.bypass: return self._conv_forward(x, self.beside(x, self.weight), self.bias)
+        x = self.rounded_input(x)
+        w = self.beside(x, self.quantized_weight(self.training))
         if "gradient" not in self.points: return self._conv_forward(x, w, self.bias)
         y = _round_gradient(self._conv_forward(x, w, None), self)
         return y if self.bias is None else y + self.bias[:, None, None]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..basics import InputError, unknown
 from ..geometry.optim import GeometryOptimizer, on_grids
 from ..geometry.rivals.lion import Lion
-from ..geometry.rivals.moments import SMALLEST, with_moments
+from ..geometry.rivals.moments import SMALLEST, refuse_state, with_moments
 from ..geometry.storage import GridTensor, make_grid_tensor
 from .parallel import world
 from .surgery import SKIP
@@ -130,6 +130,23 @@ def _bare(rule: Any) -> Any:
     step = rule.step.__wrapped__ if getattr(rule.step, "hooked", False) else rule.step
     return type(rule.__name__, (rule,), {"step": step})
 
+# %% ../../nbs/model/05_without_master.ipynb #2e54ccd7
+@contextmanager
+def _whole(optimizer: Any, made: str) -> Iterator[None]:
+    "Inside, a state is loaded; InputError, and the optimizer as it was, for one that does not fit."
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    try:
+        yield
+        for had, has in zip(before["param_groups"], optimizer.param_groups):
+            lost = [name for name in optimizer.defaults if name in had and name not in has]
+            if lost: raise InputError(f"the state has no {', '.join(lost)}: it is not one of {made}")
+    except (AttributeError, KeyError, TypeError) as e:
+        optimizer.__dict__.update(before)
+        raise InputError(f"the state is not one of {made}: {type(e).__name__} {e}") from None
+    except BaseException:
+        optimizer.__dict__.update(before)
+        raise
+
 # %% ../../nbs/model/05_without_master.ipynb #e5a2e57a
 @lru_cache
 def updates_in_place(
@@ -139,6 +156,7 @@ def updates_in_place(
     "Return the same optimizer, for weights on a grid, one tensor after the other where it can."
     bare: Any = rule if issubclass(rule, GeometryOptimizer) else on_grids(_bare(rule))
     packed: Any = with_moments(bare, moments)
+    made = f"{rule.__name__}, moments {moments}"
     class InPlace(packed):
         def step(self, closure: Callable | None = None) -> Any:
             loss = None
@@ -154,6 +172,16 @@ def updates_in_place(
 
         def step_alone(self, group: dict[str, Any], p: Tensor) -> None:
             with _alone(self, group, p): super().step()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "saved_by": made}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            with _whole(self, made):
+                there = state_dict.get("saved_by", made)
+                if there != made: raise InputError(f"the state was saved by {there}, not by {made}")
+                refuse_state(self, moments, state_dict)
+                super().load_state_dict(state_dict)
 
     InPlace.__name__ = InPlace.__qualname__ = rule.__name__
     return InPlace

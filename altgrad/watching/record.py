@@ -453,6 +453,12 @@ class _Steps:
         self.kept, self.samples = [], []
 
 # %% ../../nbs/watching/13_record.ipynb #deacee26
+def _refuse_sharded(models: list[nn.Module]) -> None:
+    for name, p in (named for model in models for named in model.named_parameters()):
+        if not hasattr(p, "to_local"): continue
+        raise InputError(f"{name} is spread over several processes (fully_shard), and a recording "
+                         "needs whole layers: altgrad.stall watches the parts")
+
 def _refuse_compiled(models: list[nn.Module]) -> None:
     for part in (part for model in models for part in model.modules()):
         if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None):
@@ -563,6 +569,7 @@ class Recorder(LoopMeter):
     def _start(self) -> None:
         check_pair(self.models, self.optimizers)
         _refuse_compiled(self.models)
+        _refuse_sharded(self.models)
         _hook(self)
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
         for name, module in _layers(self.models):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MOST_EXPANSION', 'Packing', 'MOMENTS', 'SMALLEST', 'SIGNED', 'in_blocks', 'dynamic_map', 'Dynamic', 'Scaled',
-           'Expanded', 'pack_moment', 'unpack_moment', 'is_packed', 'with_moments']
+           'Expanded', 'pack_moment', 'unpack_moment', 'is_packed', 'with_moments', 'refuse_state']
 
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #d6725794
 import math
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Callable, ClassVar
+from typing import Any, Callable, ClassVar, Iterator
 
 import torch
 from torch import Tensor
@@ -220,8 +220,9 @@ def with_moments(
             finally: _pack_state(self, moments, before)
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            refuse_state(self, moments, state_dict)
             super().load_state_dict(state_dict)
-            _restore_state(self, moments, state_dict)
+            _restore_state(self, state_dict)
 
     Packed.__name__ = Packed.__qualname__ = rule.__name__
     return Packed
@@ -250,21 +251,42 @@ def _pack_state(
             state[name] = parts if same else pack_moment(value, moments, signed)
 
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #dd34488f
-def _restore_state(
-    optimizer: torch.optim.Optimizer, moments: str, saved: dict[str, Any],
-) -> None:
-    "Put the saved parts in place of torch's copies; ValueError for parts of another kind."
+def _saved(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any]
+) -> Iterator[tuple[Tensor, str, Any]]:
+    "Each parameter, and the names and values of what was saved for it."
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for i, p in zip(ids, parameters):
-        for name, parts in saved["state"].get(i, {}).items():
-            if _large(p, parts) or is_packed(parts) and not _fits(parts, p, moments):
-                raise ValueError(f"{name} was not saved as {moments}")
-            if is_packed(parts): optimizer.state[p][name] = {key: t.to(p.device) for key, t in parts.items()}
+        for name, value in saved["state"].get(i, {}).items(): yield p, name, value
+
+def _restore_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    "Put the saved parts in place of torch's copies."
+    for p, name, parts in _saved(optimizer, saved):
+        if not is_packed(parts): continue
+        optimizer.state[p][name] = {key: t.to(p.device) for key, t in parts.items()}
 
 def _fits(saved: dict[str, Any], p: Tensor, moments: str) -> bool:
     "Whether saved parts are those that a parameter's moment has."
+    if MOMENTS[moments] is None: return False
     kind = _packing(moments)
     expected = dict.fromkeys(kind.beside, (torch.float32, [-(-p.numel() // kind.block), 1]))
     expected[moments] = torch.uint8, list(p.shape)
     return {key: (t.dtype, list(t.shape)) for key, t in saved.items()} == expected
+
+# %% ../../../nbs/geometry/rivals/06_moments.ipynb #dd34488a
+def _kept_as(value: Any) -> str:
+    "How a moment of a state was kept: one of `MOMENTS`."
+    return next(filter(MOMENTS.__contains__, value)) if is_packed(value) else "float32"
+
+def refuse_state(
+    optimizer: torch.optim.Optimizer,
+    moments: str,  # one of `MOMENTS`: how it keeps them
+    saved: dict[str, Any],  # a `state_dict`
+) -> None:
+    "InputError for saved moments of another kind, or of tensors of other shapes."
+    for p, name, value in _saved(optimizer, saved):
+        there = _kept_as(value)
+        if is_packed(value) and not _fits(value, p, moments) or _large(p, value) and there != moments:
+            what = "tensors of other shapes" if there == moments else there
+            raise InputError(f"{name} was not saved as {moments} for {list(p.shape)}, but as {what}")
