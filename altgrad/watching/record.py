@@ -513,6 +513,8 @@ class Recorder(LoopMeter):
         "Begin a step with its data, where the loop does not give them to the model itself."
         if self._handles: self._guarded(self._forward.begin, batch)
 
+    def _idle(self) -> bool: return not any(facts["steps"] for _, facts, _ in self._all())
+
     def _end(self) -> None:
         self._close()
         if self._due: _report(self)
@@ -540,7 +542,9 @@ class Recorder(LoopMeter):
         if self.stopped: return f"the recorder stopped at step {self.steps}: {self.stopped}"
         if not self.steps: return "nothing was recorded: the model made no forward pass"
         found = self.cause
-        return str(found) if found else f"nothing broke in {self.steps} steps"
+        if found: return str(found)
+        none = ", but no optimizer made a step in the recorder" if self._idle() else ""
+        return f"nothing broke in {self.steps} steps{none}"
 
     def save(
         self,
