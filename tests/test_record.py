@@ -840,3 +840,11 @@ def test_a_sharded_model_is_refused_once_and_trains_on(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.stdout.count("fine") == 2, done.stderr[-3000:]
     assert done.stderr.count("altgrad.record stopped at step 0: 0.weight is spread over") == 2
+
+
+def test_a_loop_that_never_steps_is_told_so(capsys):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    with altgrad.record(model, torch.optim.SGD(model.parameters(), lr=0.1)) as recorder:
+        for _ in range(3): model(torch.ones(2, 8)).square().mean().backward()
+    said = "but no optimizer made a step in the recorder"
+    assert said in recorder.finding and capsys.readouterr().err.count(said) == 1

@@ -148,7 +148,7 @@ class LoopMeter:
         self._guarded(self._end)
         self._let_go()
         self.models, self.optimizers = [], []
-        if not self.stopped and not self.steps: tell(f"{self.called}: {self.finding}")
+        if not self.stopped and self._idle(): tell(f"{self.called}: {self.finding}")
 
     def news(self) -> dict[str, float]:
         "Return what was measured since the last call, by path, for a tracker."
@@ -182,6 +182,7 @@ class LoopMeter:
 
     def _start(self) -> None: "Hook what is watched."
     def _end(self) -> None: "Look for the last time."
+    def _idle(self) -> bool: return not self.steps
     def _give_up(self) -> None: "Forget what is half done."
     def _let_go(self) -> None: "Forget what is not needed any more."
 

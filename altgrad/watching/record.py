@@ -453,13 +453,19 @@ class _Steps:
         self.kept, self.samples = [], []
 
 # %% ../../nbs/watching/13_record.ipynb #deacee26
+def _nothing(steps: int, idle: bool) -> str:
+    "What is said of a run in which nothing broke."
+    none = ", but no optimizer made a step in the recorder" if idle else ""
+    return f"nothing broke in {steps} steps{none}"
+
 def _refuse_sharded(models: list[nn.Module]) -> None:
     for name, p in (named for model in models for named in model.named_parameters()):
         if not hasattr(p, "to_local"): continue
         raise InputError(f"{name} is spread over several processes (fully_shard), and a recording "
                          "needs whole layers: altgrad.stall watches the parts")
 
-def _refuse_compiled(models: list[nn.Module]) -> None:
+def _refuse_models(models: list[nn.Module]) -> None:
+    _refuse_sharded(models)
     for part in (part for model in models for part in model.modules()):
         if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None):
             raise InputError("the model is compiled: record the model that was compiled")
@@ -513,6 +519,7 @@ class Recorder(LoopMeter):
         "Begin a step with its data, where the loop does not give them to the model itself."
         if self._handles: self._guarded(self._forward.begin, batch)
 
+    def _idle(self) -> bool: return not any(facts["steps"] for _, facts, _ in self._all())
     def _end(self) -> None:
         self._close()
         if self._due: _report(self)
@@ -540,7 +547,7 @@ class Recorder(LoopMeter):
         if self.stopped: return f"the recorder stopped at step {self.steps}: {self.stopped}"
         if not self.steps: return "nothing was recorded: the model made no forward pass"
         found = self.cause
-        return str(found) if found else f"nothing broke in {self.steps} steps"
+        return str(found) if found else _nothing(self.steps, self._idle())
 
     def save(
         self,
@@ -568,8 +575,7 @@ class Recorder(LoopMeter):
 
     def _start(self) -> None:
         check_pair(self.models, self.optimizers)
-        _refuse_compiled(self.models)
-        _refuse_sharded(self.models)
+        _refuse_models(self.models)
         _hook(self)
         held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
         for name, module in _layers(self.models):
