@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from altgrad.numbers.formats import EIGHT_BIT
+from altgrad.numbers.kernels import set_path
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.model.gpt import PRESETS, GPTConfig
 from altgrad.training.data import load_corpus
@@ -41,6 +42,14 @@ def run(corpus, tmp_path, monkeypatch):
         return trainer.run(progress=False), trainer.folder.metrics()
 
     return train
+
+
+def test_the_record_says_how_it_was_rounded(run):
+    before = set_path("eager")
+    try: eager, _ = run("eager")
+    finally: set_path(before)
+    usual, _ = run("usual")
+    assert eager["rounding"] == "eager: by `set_path`, or ALTGRAD_PATH" != usual["rounding"]
 
 
 def events(rows): return [e for row in rows for e in row.get("events", ())]

@@ -30,7 +30,7 @@ from torch import nn
 # %% ../../nbs/training/04_trainer.ipynb #a69456bb
 from ..basics import InputError, tell
 from ..numbers.formats import get_format
-from ..numbers.kernels import rounding_key
+from ..numbers.kernels import path_text, rounding_key
 from ..geometry.outside import keep_in
 from ..geometry.rivals.moments import with_moments
 from ..geometry.storage import STORAGES, GridTensor, grid_weights, store_on_grid
@@ -860,6 +860,7 @@ class RunRecord:
             "device": str(t.compute.device),
             "processes": world(),
             "compile": t.compute.compile,
+            "rounding": path_text(t.compute.device.type),
             "corpus": t.corpus.facts(),
             "parameters": sum(p.numel() for p in t.model.parameters()),
             "quantized_parameters": sum(m.weight.numel() for m in layers),
