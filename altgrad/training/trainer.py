@@ -508,7 +508,7 @@ class Watch:
         self.shadow: Shadow | None = None
         self.series: SeriesLog | None = None
         self.interventions: Interventions | None = None
-        self.layers: dict[str, Any] = {}  # of the last step, for the mirror
+        self.measured: Measurement | None = None  # of the last step
         self.alarms = Alarms()
         self.evaluations = list[tuple[int, float]]()
         self.events = list[Event]()
@@ -543,10 +543,14 @@ class Watch:
         self.monitors.gradients()
         if self.shadow: self.shadow.measure(batches, self.monitors.parcel)
 
+    def layers(self) -> dict[str, Any]:
+        "Return what the mirror is to get of single layers."
+        groups = words_of(self.config.wandb_layers)
+        return self.measured.by_layer(groups) if groups and self.measured else {}
+
     def end(self, row: dict[str, Any]) -> dict[str, Any]:
         "Return the row of an update with what was measured, and with the lines that were crossed."
-        measured = self.monitors.end() if self.monitors else None
-        self.layers = measured.by_layer(words_of(self.config.wandb_layers)) if measured else {}
+        self.measured = measured = self.monitors.end() if self.monitors else None
         if self.weights: row = row | self.weights.measure()
         if measured: row = row | measured_columns(measured, row, self.config, self.device)
         if measured and self.series: self.series.append(measured)
@@ -710,7 +714,7 @@ def recording(
     with MetricsLog(folder) as log, Mirror(folder, trainer.mirror) as mirror, shown.bar:
         def record(row: dict[str, Any]) -> None:
             log.append(row)
-            mirror.log(row | trainer.watch.layers)
+            mirror.log(row | trainer.watch.layers())
             shown.show(row)
             trainer.checkpoints.keep(row, log)
         yield record

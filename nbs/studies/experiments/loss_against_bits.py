@@ -19,7 +19,7 @@ from altgrad.evidence.study import cell_of
 from altgrad.geometry.keeping import Storage
 from altgrad.geometry.storage import STORAGES
 from altgrad.numbers.formats import get_format
-from altgrad.training.experiment import Interval, interval
+from altgrad.training.experiment import HOLDS, OPEN, REFUTED, Interval, interval
 
 AT_ONCE = 8  # methods that are tuned before they are confirmed
 PANELS: dict[str, dict[str, str]] = {  # what all arms of a panel have; in the order of the runs
@@ -79,7 +79,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 MARGIN = PROTOCOLS["bench-1"].margin  # nats: arms that are closer are equal
-HOLDS, REFUTED, OPEN, NO_CASE = "holds", "refuted", "not decided", "no occasion"
+NO_CASE = "no occasion"  # for a verdict
 Losses = Mapping[str, Sequence[float]]  # of a panel: by method, one a checkpoint
 
 
@@ -125,14 +125,12 @@ def weight_bits(method: str, panel: str) -> float:
 
 def equal(found: Interval) -> str:
     "Whether two methods tie."
-    if found.low > MARGIN or found.high < -MARGIN: return REFUTED
-    return HOLDS if -MARGIN <= found.low and found.high <= MARGIN else OPEN
+    return found.within(-MARGIN, MARGIN)
 
 
 def at_most(found: Interval, most: float = MARGIN) -> str:
     "Whether one method ends at most so far above another."
-    if found.low > most: return REFUTED
-    return HOLDS if found.high <= most else OPEN
+    return found.within(most=most)
 
 
 def together(verdicts: Iterable[str]) -> str:
@@ -204,8 +202,7 @@ def four_bits(losses: Losses, fmt: str) -> str:
     "Prediction 8."
     if get_format(PANELS[fmt]["format"]).bits != 4: return NO_CASE
     found = above(losses, "stochastic", "residual 4")
-    if found.high < LEAST_COST: return REFUTED
-    return HOLDS if found.low >= LEAST_COST else OPEN
+    return found.within(LEAST_COST)
 
 
 def finer_scales(mx: Losses, nv: Losses) -> str:

@@ -28,7 +28,7 @@ from altgrad.geometry.spacing import stiffness_floor
 from altgrad.numbers.formats import get_format, ulp
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.numbers.scaling import read_granularity, scale_of
-from altgrad.training.experiment import Interval, interval
+from altgrad.training.experiment import HOLDS, OPEN, REFUTED, Interval, interval
 from altgrad.training.tracking import git_commit, machine, versions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,7 +180,6 @@ def score(foretold: dict[tuple, float], found: dict[tuple, np.ndarray]) -> Score
     return Score(float(r2), float(np.exp(off.max())), keys[int(off.argmax())])
 
 
-HOLDS, REFUTED, OPEN = "holds", "refuted", "not decided"
 LEAST_R2, MOST_R2, MOST_MISS = 0.8, 0.9, 1.5
 FLAT = 0.01  # nats: a slope that is smaller is none
 
@@ -198,9 +197,7 @@ def slope_of(found: dict[tuple, np.ndarray], fmt: str) -> Interval:
 
 def slope_follows(foretold: float, d: Interval) -> str:
     "Prediction 2, for one format."
-    if abs(foretold) < FLAT:
-        if d.low > FLAT or d.high < -FLAT: return REFUTED
-        return HOLDS if -FLAT <= d.low and d.high <= FLAT else OPEN
+    if abs(foretold) < FLAT: return d.within(-FLAT, FLAT)
     if d.high < 0: return REFUTED
     return HOLDS if d.low > 0 else OPEN
 

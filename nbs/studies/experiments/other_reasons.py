@@ -15,32 +15,18 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 from altgrad.evidence.bench import PROTOCOLS, Protocol, Trial
 from altgrad.evidence.instrument import Arm, Task
 from altgrad.evidence.study import cell_of
-from altgrad.training.experiment import Interval, interval
+from altgrad.training.experiment import HOLDS, REFUTED, Interval, interval
 
 BENCH = PROTOCOLS["bench-1"]
 LAW = replace(BENCH, name="other reasons", tune=BENCH.tune[:2])
 MARGIN = BENCH.margin  # nats: arms that are closer are equal
-HOLDS, REFUTED, OPEN = "holds", "refuted", "not decided"
 GRID = "grid_stochastic"
 Losses = Mapping[str, Sequence[float]]  # by arm, one a checkpoint
 
 
-def equal(found: Interval, margin: float = MARGIN) -> str:
+def none(found: Interval) -> str:
     "Whether a difference is none."
-    if found.low > margin or found.high < -margin: return REFUTED
-    return HOLDS if -margin <= found.low and found.high <= margin else OPEN
-
-
-def above(found: Interval, least: float) -> str:
-    "Whether a difference is at least so large."
-    if found.high < least: return REFUTED
-    return HOLDS if found.low >= least else OPEN
-
-
-def below(found: Interval, most: float) -> str:
-    "Whether a difference is at most so large."
-    if found.low > most: return REFUTED
-    return HOLDS if found.high <= most else OPEN
+    return found.within(-MARGIN, MARGIN)
 
 
 def gap(losses: Losses, arm: str, other: str) -> Interval:
@@ -107,7 +93,7 @@ def formulas() -> Part:
                 }
             for one, other in (("exponent", "ulp"), ("lns", "smooth"), ("smooth", "ulp")):
                 claims.append(Claim(f"{fmt}, p = {p:g}: {one} ties with {other}",
-                                    differs(f"{fmt} {p:g} {one}", f"{fmt} {p:g} {other}"), equal))
+                                    differs(f"{fmt} {p:g} {one}", f"{fmt} {p:g} {other}"), none))
     return Part(arms, claims)
 
 
@@ -118,7 +104,7 @@ def resets() -> Part:
                       "E7M0": {"format": "E7M0"}}.items():
         for every in (0, 25, 100): arms[f"{name} {every}"] = how | {"reset_every": every}
         claims += [Claim(f"{name}: moments that begin anew every {every} updates cost at least 0.01 nats",
-                         differs(f"{name} {every}", f"{name} 0"), lambda d: above(d, MARGIN))
+                         differs(f"{name} {every}", f"{name} 0"), lambda d: d.within(MARGIN))
                    for every in (25, 100)]
     return Part(arms, claims)
 
@@ -131,11 +117,11 @@ def inputs() -> Part:
         Claim("E1M6 under a scale is E0M7, to the last bit", differs("E1M6", "E0M7"),
               lambda d: HOLDS if d.low == d.high == 0 else REFUTED),
         Claim("E4M3 needs no scale: without one it ends at most 0.01 nats above",
-              differs("E4M3 unscaled", "E4M3"), lambda d: below(d, MARGIN)),
+              differs("E4M3 unscaled", "E4M3"), lambda d: d.within(most=MARGIN)),
         Claim("E1M6 without a scale costs at most 0.03 nats", differs("E1M6 unscaled", "none"),
-              lambda d: below(d, 0.03)),
+              lambda d: d.within(most=0.03)),
         Claim("E1M6 under a scale costs at most 0.01 nats", differs("E1M6", "none"),
-              lambda d: below(d, MARGIN)),
+              lambda d: d.within(most=MARGIN)),
     ])
 
 
@@ -151,12 +137,12 @@ def average() -> Part:
         arms[f"S^{p:g}"] = {"format": "E7M0", "rule": "stiffness_adamw", "power": p}
     return Part(arms, [
         Claim("E7M0: an average of AdamW's weights wins at least 0.02 nats",
-              differs("AdamW", "average"), lambda d: above(d, 0.02)),
+              differs("AdamW", "average"), lambda d: d.within(0.02)),
         Claim("E7M0: S^-1 wins at most 0.01 nats more than the average", differs("average", "S^-1"),
-              lambda d: below(d, MARGIN)),
+              lambda d: d.within(most=MARGIN)),
         Claim("E7M0: the average wins at least 0.01 nats more than it does in FP32",
               gain_differs(("average", "AdamW"), ("FP32, average", "FP32")),
-              lambda d: above(d, MARGIN)),
+              lambda d: d.within(MARGIN)),
     ])
 
 
@@ -173,7 +159,7 @@ def floors() -> Part:
             for floor in (4, 16):
                 one, other = (f"{fmt} S^{p:g} R={r}" for r in (floor, 8))
                 claims.append(Claim(f"{fmt}, p = {p:g}: R = {floor} ties with R = 8",
-                                    differs(one, other), equal))
+                                    differs(one, other), none))
     return Part(arms, claims)
 
 
@@ -188,12 +174,12 @@ def scales() -> Part:
             one, whole = (f"{fmt} {shared}", "FP32"), (f"{fmt} tensor", "FP32")
             if fmt in ("E0M7", "E2M5"):
                 claims.append(Claim(f"{fmt}, {shared}: the cost falls by more than a third",
-                                    share_of(one, whole, 2 / 3), lambda d: below(d, 0.0)))
+                                    share_of(one, whole, 2 / 3), lambda d: d.within(most=0.0)))
                 continue
             claims.append(Claim(f"{fmt}, {shared}: the cost stays above four fifths",
-                                share_of(one, whole, 0.8), lambda d: above(d, 0.0)))
+                                share_of(one, whole, 0.8), lambda d: d.within(0.0)))
             claims.append(Claim(f"{fmt}, {shared}: the cost stays below six fifths",
-                                share_of(one, whole, 1.2), lambda d: below(d, 0.0)))
+                                share_of(one, whole, 1.2), lambda d: d.within(most=0.0)))
     return Part(arms, claims)
 
 
@@ -203,7 +189,7 @@ def in_order(how: dict[str, Any], task: Task = LAW.task) -> Part:
             for fmt in ("E4M3", "E7M0") for kind in ("master", GRID, "grid_nearest")}
     steps = (("master", GRID), (GRID, "grid_nearest"))
     claims = [Claim(f"{fmt}: {b} does not end more than 0.01 nats below {a}",
-                    differs(f"{fmt} {b}", f"{fmt} {a}"), lambda d: above(d, -MARGIN))
+                    differs(f"{fmt} {b}", f"{fmt} {a}"), lambda d: d.within(-MARGIN))
               for fmt in ("E4M3", "E7M0") for a, b in steps]
     return Part(arms, claims, task)
 

@@ -28,11 +28,10 @@ from altgrad.evidence.sweep import (
 )
 from altgrad.geometry.catalogue import RULES
 from altgrad.model.gpt import loss_of
-from altgrad.training.experiment import Interval, interval
+from altgrad.training.experiment import HOLDS, OPEN, REFUTED, Interval, interval
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 MARGIN = 0.01  # nats: arms that are closer are equal
-HOLDS, REFUTED, OPEN = "holds", "refuted", "not decided"
 FORMATS = ("E4M3", "E5M2", "E7M0")
 BEST_POWER = {"E4M3": 0.5, "E5M2": -0.5, "E7M0": -1.0}  # but 0, under stochastic rounding in tier 1
 KINDS: dict[str, dict[str, Any]] = {  # what keeps and what moves the weights; with AdamW if nothing is said
@@ -284,18 +283,6 @@ def score(found: Mapping[str, Foretold]) -> Score:
     return Score(len(known), sum(f.sign for f in known), sum(f.covered for f in known))
 
 
-def least(found: Interval, least: float) -> str:
-    "Whether something is at least so large."
-    if found.high < least: return REFUTED
-    return HOLDS if found.low >= least else OPEN
-
-
-def most(found: Interval, most: float) -> str:
-    "Whether something is at most so large."
-    if found.low > most: return REFUTED
-    return HOLDS if found.high <= most else OPEN
-
-
 @dataclass(frozen=True)
 class Claim:
     "A sentence that runs can refute: in one place, or in several at once."
@@ -309,10 +296,10 @@ class Claim:
         return next((v for v in (REFUTED, OPEN) if v in verdicts), HOLDS)
 
 
-def zero_or_more(found: Interval) -> str: return least(found, 0.0)
+def zero_or_more(found: Interval) -> str: return found.within(0.0)
 
 
-def within_margin(found: Interval) -> str: return most(found, MARGIN)
+def within_margin(found: Interval) -> str: return found.within(most=MARGIN)
 
 
 def size_claims() -> Iterator[Claim]:
