@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import altgrad
 from altgrad.basics import InputError
@@ -599,12 +600,14 @@ def test_a_glance_has_the_magnitudes_of_a_measured_step():
 
 
 def test_a_glance_takes_few_operations():
-    "For a layer with weight and bias: seven magnitudes, a sample before and after, two norms, what moves them."
+    """For a layer with weight and bias: seven magnitudes, a sample before and after, two norms, what
+    moves them; what is done with the one number that each gives is not counted."""
     class Calls(TorchDispatchMode):
         n = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            Calls.n += 1
+            given = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            Calls.n += any(x.numel() > 1 for x in given)
             return func(*args, **(kwargs or {}))
 
     def operations(every, layers=8):
@@ -618,7 +621,7 @@ def test_a_glance_takes_few_operations():
         if every: recorder.stop()
         return Calls.n / layers
     bare, glanced, measured = map(operations, (0, 10, 1))
-    assert glanced - bare <= 28 and measured - bare > 5 * (glanced - bare)
+    assert glanced - bare <= 24 and measured - bare > 5 * (glanced - bare)
 
 
 def test_the_ring_keeps_the_last_measured_steps_too():

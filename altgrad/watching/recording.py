@@ -26,6 +26,7 @@ from torch import Tensor
 from ..basics import (LARGEST_RECORD, InputError, make_folder, parse_json, read_small,
                             write_atomic)
 from ..numbers.formats import get_format, is_whole
+from ..numbers.kernels import EXPONENT_BITS, is_readable
 
 # %% ../../nbs/watching/11_recording.ipynb #37c22344
 FORMATS = ("E4M3", "E5M2", "float16")  # whose ranges are looked at
@@ -140,6 +141,18 @@ def _channels(magnitude: Tensor) -> Tensor:
     dim = 1 if magnitude.dim() == 4 else magnitude.dim() - 1
     return magnitude.amax([d for d in range(magnitude.dim()) if d != dim])
 
+def _not_finite(magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    "How many elements are NaN, and how many infinite; where one may look, most often one pass."
+    if is_readable(magnitude) and magnitude.amax().isfinite(): return (torch.zeros(()),) * 2
+    return (magnitude != magnitude).sum(), (magnitude == torch.inf).sum()
+
+def _least(magnitude: Tensor) -> Tensor:
+    "The smallest magnitude that is not zero, or infinity: floats lie in the order of their bits."
+    whole = EXPONENT_BITS[magnitude.dtype][0]
+    top = torch.iinfo(whole).max
+    bits = (magnitude.view(whole) - 1 & top).amin()  # a zero becomes the largest of all
+    return torch.where(bits == top, torch.inf, (bits + 1).view(magnitude.dtype))
+
 @torch.no_grad()
 def first_look(
     x: Tensor,  # float, of any shape and device, not empty
@@ -150,16 +163,16 @@ def first_look(
     if x.layout != torch.strided: x = x.coalesce().values()
     x = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
     magnitude = x.abs()
-    bad = (x != x).sum(), (magnitude == torch.inf).sum()
+    bad = _not_finite(magnitude)
     nonzero = torch.count_nonzero(magnitude)
     magnitude = magnitude.nan_to_num_(0.0, 0.0)
     largest = _channels(magnitude) if channels and x.dim() > 1 else magnitude
     amax = largest.amax()
     ratio = amax / largest.median() if channels and x.dim() > 1 else torch.full_like(amax, torch.nan)
     squares = torch.linalg.vector_norm(magnitude, dtype=torch.float64).square()
-    least = magnitude.where(magnitude > 0, torch.inf).amin()
     n = torch.full_like(squares, x.numel())
-    found = torch.stack([n, *bad, x.numel() - nonzero, squares, amax, least, ratio]).double()
+    parts = [n, *bad, x.numel() - nonzero, squares, amax, _least(magnitude), ratio]
+    found = torch.stack(parts).double()
     return F.pad(found, (0, len(STATS) - len(found)), value=torch.nan), _spots(magnitude.float())
 
 # %% ../../nbs/watching/11_recording.ipynb #eb992c65
@@ -192,7 +205,8 @@ def extreme(
     if x.is_meta: raise InputError("tensors on the meta device have no values")
     if x.layout != torch.strided: x = x.coalesce().values()
     if not x.numel(): return torch.zeros((), device=x.device)  # as of a sparse gradient
-    return torch.linalg.vector_norm(x if x.itemsize > 1 else x.float(), torch.inf)
+    low, high = (x if x.itemsize > 1 else x.float()).aminmax()
+    return torch.maximum(low.abs(), high.abs())
 
 _MERGED: dict[str, Callable] = {"sum": lambda old, new: np.nansum([old, new]), "max": np.fmax, "min": np.fmin}
 
