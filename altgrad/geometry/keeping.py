@@ -7,13 +7,14 @@ __all__ = ['pack', 'unpack', 'gap_beside', 'pack_bits', 'unpack_bits', 'Storage'
 
 # %% ../../nbs/geometry/02_keeping.ipynb #18c7da69
 from dataclasses import dataclass
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
 
 # %% ../../nbs/geometry/02_keeping.ipynb #29d8eb5a
-from ..numbers.formats import FP8Format, get_format, spec_of, ulp
-from ..numbers.kernels import uniform
+from ..numbers.formats import FP8Format, get_format, spec_of
+from ..numbers.kernels import EXPONENT_BITS, uniform
 from ..numbers.quantize import fake_quantize
 from .spacing import check_sign_magnitude
 
@@ -29,13 +30,15 @@ def pack(
     if fmt.name == "bfloat16": return q.to(torch.bfloat16)
     check_sign_magnitude(fmt)
     fits = q.dtype == torch.float32 and fmt.min_exponent > -126
-    a = q.abs() if fits else q.double().abs()
-    whole, mantissa, bias = _LAYOUT[a.dtype]
-    # from the first binade on, exponent and mantissa side by side count the codes
-    first, unit = fmt.min_exponent + bias - 1 << fmt.mantissa_bits, 1 / fmt.min_spacing
-    code = (a.view(whole) >> mantissa - fmt.mantissa_bits) - first
-    code = torch.where(a < 2.0**fmt.min_exponent, (a * unit).to(whole), code)
-    return torch.where(q.signbit(), code + fmt.magnitudes, code).to(fmt.code_dtype)
+    if not fits: q = q.double()
+    whole, mantissa, bias = _LAYOUT[q.dtype]
+    a, m = q.abs(), fmt.mantissa_bits
+    # from the first binade on, exponent and mantissa side by side count the codes;
+    # below it they count too few, and the value in units of the spacing is the code
+    normal = (a.view(whole) >> mantissa - m) - (fmt.min_exponent + bias - 1 << m)
+    below = (a * (1 / fmt.min_spacing)).clamp_(max=2**m).to(whole)
+    sign = q.view(whole) >> 8 * q.itemsize - 1 & fmt.magnitudes  # all ones, or none
+    return torch.maximum(normal, below).add_(sign).to(fmt.code_dtype)
 
 # %% ../../nbs/geometry/02_keeping.ipynb #b206c764
 @torch.library.custom_op("altgrad::unpack", mutates_args=())
@@ -51,7 +54,8 @@ def unpack(
     "The float32 values of codes."
     if fmt.name == "bfloat16": return codes.float()
     if type(codes) is not Tensor: return _operator(codes, spec_of(fmt))  # a compiler's
-    return fmt.values.to(codes.device)[codes.long()]
+    flat = fmt.values.to(codes.device).index_select(0, codes.reshape(-1).int())
+    return flat.view(codes.shape)
 
 # %% ../../nbs/geometry/02_keeping.ipynb #61aed0d8
 def gap_beside(
@@ -60,7 +64,11 @@ def gap_beside(
     fmt: FP8Format,
 ) -> Tensor:  # the same shape
     "Return the distance from values to their neighbours on one side."
-    return ulp(fmt, torch.where(side * q < 0, torch.nextafter(q, torch.zeros_like(q)), q))
+    whole, exponent = EXPONENT_BITS[q.dtype]
+    inwards = (side * q < 0).to(whole)  # then the float before it has the spacing
+    first = (q.abs().view(whole) - inwards & exponent).view(q.dtype)
+    first = first.clamp_(2.0**fmt.min_exponent, 2.0**fmt.max_exponent)
+    return first.mul_(2.0**-fmt.mantissa_bits)
 
 
 # %% ../../nbs/geometry/02_keeping.ipynb #1d4ce5c3
@@ -71,9 +79,17 @@ def pack_bits(
     "Put small whole numbers side by side; the last byte is filled with zeros."
     if bits == 8: return x
     each = 8 // bits
-    low = torch.nn.functional.pad(x.flatten() & 2**bits - 1, (0, -x.numel() % each))
-    shifts = torch.arange(0, 8, bits, device=x.device)
-    return (low.view(-1, each).int() << shifts).sum(1).to(torch.uint8)
+    low = torch.nn.functional.pad(x.flatten().view(torch.uint8) & 2**bits - 1, (0, -x.numel() % each))
+    parts = [part << bits * i for i, part in enumerate(low.view(-1, each).unbind(1))]
+    return reduce(torch.bitwise_or, parts)
+
+@cache
+def _all_bytes(bits: int, device: torch.device) -> Tensor:
+    "What each byte holds, as an integer of so many bytes: [256]."
+    wide = {1: torch.int64, 2: torch.int32, 4: torch.int16}[bits]
+    shifts, sign = torch.arange(0, 8, bits, device=device), 2 ** (bits - 1)
+    low = torch.arange(256, device=device)[:, None] >> shifts & 2**bits - 1
+    return ((low ^ sign) - sign).to(torch.int8).view(wide).view(-1)
 
 def unpack_bits(
     packed: Tensor,  # from `pack_bits`: uint8 [bytes], or int8 of any shape for 8 bits
@@ -82,9 +98,8 @@ def unpack_bits(
 ) -> Tensor:  # int8 of that shape
     "Take small whole numbers apart again."
     if bits == 8: return packed
-    shifts, sign = torch.arange(0, 8, bits, device=packed.device), 2 ** (bits - 1)
-    low = packed.int()[:, None] >> shifts & 2**bits - 1
-    return ((low ^ sign) - sign).flatten()[: shape.numel()].view(shape).to(torch.int8)
+    each = _all_bytes(bits, packed.device).index_select(0, packed.int())
+    return each.view(torch.int8)[: shape.numel()].view(shape)
 
 # %% ../../nbs/geometry/02_keeping.ipynb #bea221d1
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from ..basics import InputError, unknown
 from ..numbers.blocks import block_scales, grown, roomier
 from ..numbers.formats import WIDE, FP8Format, check_float, get_format, kind_of
-from ..numbers.kernels import rounding_key
+from ..numbers.kernels import is_readable, rounding_key
 from ..numbers.scaling import compute_scale
 from .keeping import Storage, pack, pack_bits, unpack, unpack_bits
 from .rivals.kahan import Kahan
@@ -177,15 +177,21 @@ def _write_counts(
     """Count what writing `w` over the weights `before` does: weights, those beyond the range of
     the scale, those rounded to zero, those to be moved, those moved."""
     moved = w != before
-    return torch.stack([
-        torch.full_like(moved.sum(), w.numel()),
-        (w.abs() > to.fmt.max * to.scale).sum(),
-        ((w != 0) & (rounded == 0)).sum(),
-        moved.sum(),
-        (moved & (codes != to.codes)).sum(),
-    ])
+    masks = (
+        w.abs() > to.fmt.max * to.scale, (w != 0) & (rounded == 0), moved,
+        moved & (codes != to.codes),
+    )
+    counts = [mask.sum() for mask in masks]
+    return torch.stack([torch.full_like(counts[0], w.numel()), *counts])
 
 # %% ../../nbs/geometry/03_storage.ipynb #bbe05e19
+def _finite(w: Tensor, before: Tensor, how: dict[str, Any]) -> Tensor:
+    "New values, with those from before in the place of what is not finite, which is counted."
+    if is_readable(w) and w.numel() and w.abs().amax().isfinite(): return w
+    finite = w.isfinite()
+    how["nonfinite"] += w.numel() - finite.sum()
+    return torch.where(finite, w, before)
+
 @torch.no_grad()
 def write(
     to: GridTensor,
@@ -194,9 +200,8 @@ def write(
     """Round `w` into `to`, growing its scale where that is needed;
     what is not finite leaves its code as it was."""
     how, fmt, kind = to.how, to.fmt, to.kind
-    before, finite = to.latent(), w.isfinite()
-    how["nonfinite"] += w.numel() - finite.sum()
-    w = torch.where(finite, w, before)
+    before = to.latent()
+    w = _finite(w, before, how)
     key = rounding_key(how["seed"], int(to.writes), how["tensor"])
     old = to.scale
     held = _grown_scales(to, w, old, key)

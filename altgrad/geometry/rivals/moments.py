@@ -65,8 +65,9 @@ def _dynamic_search(signed: bool) -> tuple[Tensor, Tensor]:
 def _dynamic_codes(x: Tensor, signed: bool) -> Tensor:
     "The code of each of float32 numbers: how many midpoints lie below it."
     first, middles = (table.to(x.device) for table in _dynamic_search(signed))
-    code = first[x.view(torch.int32) >> 16 & 0xFFFF]
-    return code + (middles[code.int()] < x)
+    upper = x.contiguous().view(-1).view(torch.int32) >> 16 & 0xFFFF
+    code = first.index_select(0, upper)
+    return (code + (middles.index_select(0, code.int()) < x.view(-1))).view(x.shape)
 
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #26c26c0b
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class Dynamic:
     def unpack(self, parts: Mapping[str, Tensor], signed: bool) -> Tensor:
         "Return the float32 blocks of what `pack` gave."
         codes = parts["codes"]
-        return dynamic_map(signed).to(codes.device)[codes.int()] * parts["scale"]
+        values = dynamic_map(signed).to(codes.device).index_select(0, codes.reshape(-1).int())
+        return values.view(codes.shape) * parts["scale"]
 
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #c4532046
 @dataclass(frozen=True)
