@@ -41,7 +41,7 @@ portable: $(INSTALLED) ## the notebooks and tests whose numbers pass through sum
 verify: $(INSTALLED) ## quantize all 2^32 float32 patterns in every 8-bit and OCP format, and compare every bit (resumable)
 	@OMP_NUM_THREADS=1 $(BIN)/python .ci/verify.py
 
-referee: $(INSTALLED) ## compare the Triton kernels with the CPU path under Triton's interpreter, on all boundaries of every format (twenty minutes)
+referee: $(INSTALLED) ## compare the Triton kernels with the CPU path under Triton's interpreter, on all boundaries of every format (two minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python .ci/referee.py
 
 replays: $(INSTALLED) ## make twenty stored rows again, drawn by chance from every ledger, and compare (five minutes)
