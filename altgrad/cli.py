@@ -1090,6 +1090,18 @@ def _refuse_empty(args: argparse.Namespace) -> None:
             raise InputError(f"the argument {name!r} is empty")
 
 # %% ../nbs/cli.ipynb #7f8fdd19
+_RESUMED = {  # commands that store as they go, and from what the next try goes on
+    "train": "the last checkpoint", "compare": "the last checkpoint",
+    "sweep": "the runs that are finished", "bench": "the runs that are finished",
+    "conform": "the numbers that were judged",
+}
+
+def _goes_on(args: argparse.Namespace) -> str:
+    "What is to be said of the next try of a command that ended early."
+    kept = _RESUMED.get(getattr(args, "command", ""))
+    if kept is None or not getattr(args, "all", True): return ""
+    return f"; the same command goes on from {kept}"
+
 _COMMANDS = {
     "train": _train, "compare": _compare, "formats": _formats, "sweep": _sweep, "bench": _bench,
     "vectors": _vectors, "doctor": _doctor, "convert": _convert, "conform": _conform,
@@ -1118,7 +1130,7 @@ def _run(args: argparse.Namespace) -> int:
         with _code_from_outside(args): return _COMMANDS[args.command](args)
     except InputError as e:
         early = isinstance(e, (WriteError, ProcessLost))
-        hint = "; the same command goes on from the last checkpoint" if early else ""
+        hint = _goes_on(args) if early else ""
         if _speaks() or isinstance(e, ProcessLost): _say(f"{e}{hint}")
         return 1 if early else 2
 
@@ -1154,12 +1166,13 @@ def main(
     if argv is None: _take_process()
     try: os.getcwd()  # torch's libraries end the process where it is gone
     except OSError: return _say("the current folder is gone; change to another one", 2)
+    args = argparse.Namespace()
     try:
-        try: return _run(make_parser().parse_args(argv))
+        try: return _run(make_parser().parse_args(argv, args))
         finally: sys.stdout.flush()
     except KeyboardInterrupt:
         if not _speaks(): return 130
-        return _say("interrupted; the same command goes on from the last checkpoint", 130)
+        return _say(f"interrupted{_goes_on(args)}", 130)
     except BrokenPipeError:  # the reader has seen enough, as `head` has
         _drop(sys.stdout)
         return 0

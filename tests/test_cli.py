@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from altgrad import cli
+
 ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
 SMALL = {
     "max_steps": 12, "batch_size": 4, "block_size": 32, "warmup_steps": 2, "eval_every": 4,
@@ -469,3 +471,16 @@ def test_an_output_that_is_full_is_one_line(env, args):
     )
     assert done.returncode == 2
     assert done.stderr == "altgrad: the output or the system failed: No space left on device\n"
+
+
+@pytest.mark.parametrize(("command", "kept"), {
+    "train c.yaml --out x": "the last checkpoint", "sweep m.yaml --out x": "the runs that are finished",
+    "conform m:f --format E4M3 --all": "the numbers that were judged",
+    "conform m:f --format E4M3": "", "doctor": "",
+}.items())
+def test_only_what_stores_as_it_goes_promises_to_go_on(command, kept, monkeypatch, capsys):
+    def interrupt(args): raise KeyboardInterrupt
+    monkeypatch.setitem(cli._COMMANDS, command.split()[0], interrupt)
+    assert cli.main(command.split()) == 130
+    said = f"; the same command goes on from {kept}" if kept else ""
+    assert capsys.readouterr().err == f"altgrad: interrupted{said}\n"
