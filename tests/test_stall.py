@@ -24,7 +24,7 @@ from altgrad.geometry.storage import store_on_grid
 from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
 from altgrad.model.surgery import quantize_model
 from altgrad.watching.attempt import attempt_alone
-from altgrad.watching.stall import AT_ONCE, WATCHED, lightning_stall
+from altgrad.watching.stall import FORGOTTEN, AT_ONCE, WATCHED, lightning_stall
 
 BOTH = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 
@@ -640,6 +640,25 @@ def test_parameters_that_change():
     assert meter.tensors["2.norm.weight"].note == "its shape changed from [32] to [7]"
     assert meter.tensors["late"].steps == 1 and meter.tensors["1.up.weight"].steps == 3
     assert not meter.stopped
+
+
+@pytest.mark.parametrize("told_to", ("the optimizer too", "the model alone"))
+def test_a_parameter_that_takes_the_place_of_another(told_to, capsys):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with altgrad.stall(model, optimizer, every=1) as meter:
+        train(model, optimizer, 2)
+        old = model[1].up.weight
+        model[1].up.weight = new = nn.Parameter(old.detach().clone())
+        if told_to == "the optimizer too":
+            held = optimizer.param_groups[0]["params"]
+            held[:] = [new if p is old else p for p in held]
+        train(model, optimizer, 2)
+    later = meter.tensors["1.up.weight, from step 3 on"]
+    expected = (2, "") if told_to == "the optimizer too" else (0, FORGOTTEN)
+    assert (later.steps, later.note) == expected and meter.tensors["1.up.weight"].steps == 2
+    said = "altgrad.stall: parameters change during the run: 1.up.weight, from step 3 on"
+    assert capsys.readouterr().err.splitlines().count(said) == 1 and not meter.stopped
 
 
 def test_a_fault_of_the_meter_is_said_once_and_the_training_goes_on(monkeypatch, capsys):

@@ -489,7 +489,7 @@ class Meter(LoopMeter):
         self._rows: dict[int, tuple[Tensor, TensorStall]] = {}
         self._watches = [_Watch(o, every, self._row_of) for o in optimizers]
         self._watch_of: dict[str, _Watch] = {}
-        self._told, self._logged = False, 0
+        self._told, self._told_new, self._logged = False, False, 0
 
     @property
     def steps(self) -> int:  # type: ignore[override]
@@ -535,17 +535,31 @@ class Meter(LoopMeter):
         "The row of a parameter, made when it is first seen."
         if id(p) in self._rows: return self._rows[id(p)][1]
         name = (names or names_of(self.models)).get(id(p), f"not of the model, {len(self._rows)}")
+        if self._handles: name = self._newcomer(p, name)
         states = [w.optimizer.state.get(p, {}) for w in self._watches]
         row = _row(p, name, next(filter(None, states), {}))
         self.tensors[name], self._rows[id(p)] = row, (p, row)  # so that the identity stays its own
         return row
+
+    def _newcomer(self, p: Any, name: str) -> str:
+        "The name of a parameter that was not there at first; of the first one it is said."
+        if name in self.tensors: name = f"{name}, from step {self.steps} on"
+        for watch in self._watches:
+            groups = watch.optimizer.param_groups
+            if any(q is p for group in groups for q in group["params"]): self._watch_of[name] = watch
+        if not self._told_new: tell(f"{self.called}: parameters change during the run: {name}")
+        self._told_new = True
+        return name
 
     def _enter(self, watch: _Watch, *arguments: Any) -> None:
         if torch.compiler.is_compiling(): raise InputError("the optimizer's step is compiled")
         watch.enter(*arguments)
 
     def _leave(self, watch: _Watch) -> None:
-        if not watch.leave() or self._told or not self.alarms: return
+        if not watch.leave(): return
+        for p in chain.from_iterable(m.parameters() for m in self.models):
+            if p.requires_grad and id(p) not in self._rows: self._row_of(p).note = FORGOTTEN
+        if self._told or not self.alarms: return
         self._told = True
         tell(f"altgrad.stall, step {watch.steps}: {self.finding}")
 
