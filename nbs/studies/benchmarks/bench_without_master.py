@@ -57,6 +57,7 @@ CASES: dict[str, Callable] = {
     "without master weights, 4 bits, Lion": without(Lion, bits=4),
 }
 ON_GPU = {"bitsandbytes AdamW8bit": bitsandbytes_adamw}
+WARMUP = 20  # steps in which rates rise
 SLOWER = {"without master weights, 4 bits, Lion": 0.3}  # rates of rules that take other ones
 
 
@@ -84,6 +85,7 @@ class Run:
         layers = [m for m in self.model.blocks.modules() if isinstance(m, nn.Linear)]
         make = {**CASES, **ON_GPU}[name]
         self.optimizer = make(self.model, options.lr * SLOWER.get(name, 1.0))
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.weights = [m.weight for m in layers]
         self.losses: list[float] = []
         self.times: dict[str, list[float]] = {"step": [], "optimizer": []}
@@ -93,7 +95,10 @@ class Run:
         return time.perf_counter()
 
     def __call__(self) -> None:
-        began, self.step = self.synchronize(), self.step + 1
+        self.step += 1
+        for group, rate in zip(self.optimizer.param_groups, self.rates):
+            group["lr"] = rate * min(1.0, self.step / WARMUP)
+        began = self.synchronize()
         x, y = self.batches(self.step)
         loss = loss_of(self.model, x.to(self.device), y.to(self.device))
         loss.backward()
