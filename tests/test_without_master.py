@@ -487,8 +487,9 @@ def wide() -> nn.Module:
     (torch.optim.AdamW, dict(bits=2, moments=32), 0, 9.25),
 ))
 def test_bytes_a_weight(rule, settings, count, expected):
-    small = network()  # makes the tables of the format and of moments
-    train(small, altgrad.without_master(small, torch.optim.AdamW, lr=1e-4), range(1))
+    small = network()  # makes the tables of the format, of the bits beside it and of moments
+    bits = settings["bits"]
+    train(small, altgrad.without_master(small, torch.optim.AdamW, lr=1e-4, bits=bits), range(1))
     del small
     before = living()
     model = wide()

@@ -609,9 +609,9 @@ class Weights:
 def _proposals() -> Iterator[list[Tensor]]:
     "Collects what the rules hand to the grids, before it is rounded."
     seen, write = [], optim.write
-    def note(to, w):
+    def note(to, w, before=None):
         seen.append(w.detach().clone())
-        write(to, w)
+        write(to, w, before)
     optim.write = note
     try: yield seen
     finally: optim.write = write

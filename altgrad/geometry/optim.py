@@ -212,7 +212,8 @@ def _update(
     "Moves one parameter and stores it."
     if p.grad.is_sparse: raise InputError("update rules take dense gradients, not sparse ones")
     state, on_grid = optimizer.state[p], isinstance(p, GridTensor)
-    w = (p.latent() if on_grid else p.detach()).reshape(-1)
+    before = p.latent() if on_grid else None
+    w = (p.detach() if before is None else before.clone()).reshape(-1)
     for name in optimizer.moments(group):
         if name not in state: state[name] = torch.zeros(p.shape, dtype=w.dtype, device=w.device)
     state["step"] = state.get("step", 0) + 1
@@ -220,7 +221,7 @@ def _update(
     if spare is not None: spare = spare[: w.numel()].to(w)
     job = Job(w, p.grad.reshape(-1), moments, None if grid is None else grid.to(w), spare, on_grid)
     optimizer.move(job, group, state)
-    if on_grid: write(p, w.view(p.shape))
+    if on_grid: write(p, w.view(p.shape), before)
     elif w.data_ptr() != p.data_ptr(): p.copy_(w.view(p.shape))  # it was not contiguous
     optimizer.stored(job, p, group, state)
 
@@ -242,11 +243,13 @@ def on_grids(
             every = chain.from_iterable(group["params"] for group in self.param_groups)
             grids = [p for p in every if isinstance(p, GridTensor) and p.grad is not None]
             floats: list[Any] = [torch.nn.Parameter(p.latent()) for p in grids]
+            # of one tensor alone a copy is cheap; of all together it would be a copy of the model
+            before = [w.detach().clone() if len(grids) == 1 else None for w in floats]
             for p, w in zip(grids, floats): w.grad, w.scale = p.grad, p.scale
             _exchange(self, dict(zip(grids, floats)))
             try: loss = super().step() if closure is None else super().step(closure)
             finally: _exchange(self, dict(zip(floats, grids)))
-            for p, w in zip(grids, floats): write(p, w.detach())
+            for p, w, old in zip(grids, floats, before): write(p, w.detach(), old)
             return loss
 
     OnGrids.__name__ = OnGrids.__qualname__ = rule.__name__

@@ -196,11 +196,12 @@ def _finite(w: Tensor, before: Tensor, how: dict[str, Any]) -> Tensor:
 def write(
     to: GridTensor,
     w: Tensor,  # the new values before rounding, shape and dtype of `to`
+    before: Tensor | None = None,  # its `latent()`, where that is at hand
 ) -> None:
     """Round `w` into `to`, growing its scale where that is needed;
     what is not finite leaves its code as it was."""
     how, fmt, kind = to.how, to.fmt, to.kind
-    before = to.latent()
+    if before is None: before = to.latent()
     w = _finite(w, before, how)
     key = rounding_key(how["seed"], int(to.writes), how["tensor"])
     old = to.scale
@@ -250,9 +251,10 @@ def _dispatch(func, args, kwargs):
         if target.how.get("afresh"): return _copy(target, _made_alike(target, plain_args[1]))
     if not (isinstance(target, GridTensor) and func._schema.name.endswith("_")):
         return func(*plain_args, **plain_kwargs)
-    latent = target.latent()
+    before = target.latent()
+    latent = before.clone()
     func(latent, *plain_args[1:], **plain_kwargs)
-    write(target, latent)
+    write(target, latent, before)
     return target
 
 # %% ../../nbs/geometry/03_storage.ipynb #8cf8d637

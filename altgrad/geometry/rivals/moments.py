@@ -240,6 +240,14 @@ def _unpack_state(optimizer: torch.optim.Optimizer, moments: str) -> dict[Any, A
             state[name] = unpack_moment(parts, moments, SIGNED[name])
     return before
 
+def _stands_for(parts: Mapping[str, Tensor], value: Tensor, moments: str, signed: bool) -> bool:
+    "Whether parts are those of a moment; most often its first block says that they are not."
+    first = {name: part[:1] for name, part in parts.items() if name != moments}
+    codes = parts[moments].reshape(-1)[: _packing(moments).block]
+    begins = unpack_moment({moments: codes, **first}, moments, signed)
+    if not torch.equal(begins, value.reshape(-1)[: len(begins)]): return False
+    return torch.equal(unpack_moment(parts, moments, signed), value)
+
 @torch.no_grad()
 def _pack_state(
     optimizer: torch.optim.Optimizer, moments: str, before: dict[Any, Any],
@@ -249,7 +257,7 @@ def _pack_state(
         for name, value in state.items():
             if not _large(p, value): continue
             signed, parts = _is_signed(name, value, type(optimizer)), before.get((p, name))
-            same = parts and torch.equal(unpack_moment(parts, moments, signed), value)
+            same = parts and _stands_for(parts, value, moments, signed)
             state[name] = parts if same else pack_moment(value, moments, signed)
 
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #dd34488f
