@@ -911,8 +911,11 @@ def compact(
     for i, f in enumerate(table.schema):
         if f.type == pa.list_(pa.float64()):
             table = table.set_column(i, f.name, table[f.name].cast(pa.list_(pa.float32())))
+    # a dictionary of what hardly repeats would be as long as the column
+    said = [f.name for f in table.schema if f.type == pa.string()
+            and 4 * len(table[f.name].unique()) < len(table)]
     def write(file: Any) -> None:
-        pq.write_table(table, file, compression="zstd", compression_level=19)
+        pq.write_table(table, file, compression="zstd", compression_level=19, use_dictionary=said)
     write_atomic(path, write)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #9ae3dc60
