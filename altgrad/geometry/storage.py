@@ -196,7 +196,7 @@ def _finite(w: Tensor, before: Tensor, how: dict[str, Any]) -> Tensor:
 def write(
     to: GridTensor,
     w: Tensor,  # the new values before rounding, shape and dtype of `to`
-    before: Tensor | None = None,  # its `latent()`, where that is at hand
+    before: Tensor | None = None,  # its `latent()`, shape of `to`, where that is at hand
 ) -> None:
     """Round `w` into `to`, growing its scale where that is needed;
     what is not finite leaves its code as it was."""
