@@ -1,6 +1,8 @@
 """Writes the committed ledger from a running one: one parquet file a matrix, and what is in it.
 
-python .ci/ledger.py LEDGER.jsonl [FOLDER]      FOLDER is nbs/results/ledger if not given
+python .ci/ledger.py LEDGER.jsonl [FOLDER [COLUMN]]
+FOLDER is nbs/results/ledger if not given; a COLUMN, such as format, has a file for each of its
+values in place of one for each matrix.
 The running ledger is copied first and only read; a sweep may go on writing to it.
 """
 import shutil
@@ -14,14 +16,14 @@ from altgrad.evidence.sweep import Ledger, compact
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def main(source: Path, folder: Path) -> None:
-    "One file for each matrix of the ledger."
+def main(source: Path, folder: Path = ROOT / "nbs/results/ledger", column: str = "matrix") -> None:
+    "One file for each value of a column of the ledger."
     with tempfile.TemporaryDirectory() as copy:
         shutil.copy(source, Path(copy) / "ledger.jsonl")
         rows = Ledger(copy).rows()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in dict.fromkeys(row["matrix"] for row in rows):
-        path, mine = folder / f"{name}.parquet", [row for row in rows if row["matrix"] == name]
+    for name in dict.fromkeys(row[column] for row in rows):
+        path, mine = folder / f"{name}.parquet", [row for row in rows if row[column] == name]
         compact(mine, path)
         stages = ", ".join(
             f"{n} {stage}" for stage, n in sorted(Counter(row["stage"] for row in mine).items())
@@ -33,7 +35,5 @@ def main(source: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3): sys.exit(__doc__)
-    main(
-        Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) == 3 else ROOT / "nbs/results/ledger"
-    )
+    if len(sys.argv) not in (2, 3, 4): sys.exit(__doc__)
+    main(*map(Path, sys.argv[1:3]), *sys.argv[3:])

@@ -63,6 +63,14 @@ def verdicts(study: str, head: str) -> str:
     return "; ".join(claim + formats for claim, formats in named.items())
 
 
+def steps(cells: list[list[str]]) -> list[list[str]]:
+    "A table of advice, less the rows that say the same as the row above, but for the number of bits."
+    head, *rows = cells
+    same = lambda row: (row[0], *row[2:])
+    kept = [row for above, row in zip([head, *rows], rows) if same(above) != same(row)]
+    return [["format", "bits, from", *head[2:]], *kept]
+
+
 def content() -> list[tuple[str, Any]]:
     "What the page says, piece by piece: head, text, table or picture."
     law = found("the_answer", r"\$R\^2\$ = \*\*([\d.]+)\*\* in the logarithm")[1]
@@ -86,7 +94,7 @@ def content() -> list[tuple[str, Any]]:
             "Under nearest rounding a format pays for the weights that no longer move."
         )),
         ("head", "What to do: the cheapest way to keep a weight, by AdamW"),
-        ("table", table("loss_against_bits", "| format |", after="By AdamW")),
+        ("table", steps(table("loss_against_bits", "| format |", after="By AdamW"))),
         ("text", (
             "Nats above AdamW with FP32 master weights (96 bits in all with its moments). At zero or "
             "below, a few bits that remember what rounding dropped do the work of a master copy."

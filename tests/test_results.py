@@ -36,10 +36,10 @@ def test_a_stored_comparison_names_its_circumstances(path):
 def commits() -> dict[str, set[str]]:
     "The commits that the files of results name; those submitted to the leaderboard are others'."
     found = {
-        p.name: set(re.findall(r'commit": ?"([0-9a-f]+\+?)"', p.read_text(encoding="utf-8")))
+        str(p): set(re.findall(r'commit": ?"([0-9a-f]+\+?)"', p.read_text(encoding="utf-8")))
         for p in (NBS / "results").rglob("*.json") if p.parent.name != "bench"
     }
-    tables = {p.name: pq.read_table(p) for p in (NBS / "results").rglob("*.parquet")}
+    tables = {str(p): pq.read_table(p) for p in (NBS / "results").rglob("*.parquet")}
     return found | {
         name: set(table["commit"].to_pylist())
         for name, table in tables.items()

@@ -5,7 +5,7 @@ python nbs/studies/experiments/loss_against_bits.py --out FOLDER [--panel E4M3,.
 
 The rows go to FOLDER/ledger.jsonl; what it holds is not run again, so that the command goes on where
 it was stopped; rows of other code count as this code's where they are accepted: first replay some.
-`python .ci/ledger.py FOLDER/ledger.jsonl nbs/results/bits` stores them for the page,
+`python .ci/ledger.py FOLDER/ledger.jsonl nbs/results/bits format` stores them for the page,
 nbs/studies/loss_against_bits.ipynb, which says what is expected.
 """
 import argparse
