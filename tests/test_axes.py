@@ -1,5 +1,5 @@
 """What an arm may say beside its first fields, each beside a loop of its own."""
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -74,6 +74,21 @@ def test_an_arm_is_a_loop_by_hand(bench, fields, make, loop):
                     bench)
     assert row["weights_sha"] == train(bench, make, **loop) != plain["weights_sha"]
     assert row["run"] != plain["run"] and unusual(row) == unusual(fields)
+
+
+def test_where_an_arm_starts_is_no_other_arms(bench):
+    "On one bench after all others, and on a bench that knows nothing."
+    base = dict(SMALL, rule="adamw")
+    arms = [Arm(**{**base, **fields}) for fields in (
+        dict(format="E5M2"), dict(format="E5M2", lr=0.02), dict(format="E4M3"), dict(format="E7M0"),
+        dict(format="E5M2", storage="fp32"), dict(format="E5M2", storage="master", granularity="channel"),
+        dict(format="E5M2", storage="master", inputs="E4M3"), dict(format="E5M2", split="tune"),
+        dict(format="E5M2", checkpoint="tiny-1"), dict(format="E7M0", storage="grid_stochastic", seed=1),
+    )]
+    task, rest = replace(TASK, steps=1, warmup=1), ("seconds",)
+    shared = bench.with_task(task)
+    kept = lambda row: {key: value for key, value in row.items() if key not in rest}
+    for arm in arms: assert kept(run_arm(arm, shared)) == kept(run_arm(arm, bench.with_task(task)))
 
 
 def test_a_reset_leaves_what_the_grid_remembers(bench):

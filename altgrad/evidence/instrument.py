@@ -358,7 +358,7 @@ class Bench:
         self.code = code_here()
         self._corpora: dict[str, Corpus] = {}
         self._states: dict[str, tuple[dict[str, Tensor], str]] = {}
-        self._frozen: dict[tuple[str, str, str], float] = {}
+        self._known: dict[tuple, list[float]] = {}  # validation losses before any update
 
     def corpus(self, label: str) -> Corpus:
         "The text of a label; InputError for an unknown one."
@@ -391,13 +391,13 @@ class Bench:
     def with_task(self, task: Task) -> "Bench":
         "A bench for another task that reads the same texts and checkpoints, once for both."
         other = copy.copy(self)
-        other.task, other._frozen = task, {}
+        other.task, other._known = task, {}
         return other
 
     def with_folder(self, checkpoints: Path) -> "Bench":
         "A bench whose checkpoints lie elsewhere; it reads the same texts, once for both."
         other = copy.copy(self)
-        other.folder, other._states, other._frozen = checkpoints, {}, {}
+        other.folder, other._states, other._known = checkpoints, {}, {}
         return other
 
 # %% ../../nbs/evidence/00_instrument.ipynb #4c095598
@@ -700,7 +700,7 @@ def run_arm(
     weights = make(model, arm)
     start = [p.detach().clone() for p in weights.used]
     scales = [s.clone() for s in weights.scales()]
-    before = _validate(model, arm, bench)
+    before = _start(model, arm, bench)
     losses, course = _train(model, weights, arm, bench)
     after = _validate(model, arm, bench)
     end = explain_end(arm.format, weights.used, weights.scales(), start, scales)
@@ -796,6 +796,14 @@ def _validate(model: GPT, arm: Arm, bench: Bench) -> list[float]:
     model.train()
     return losses
 
+# %% ../../nbs/evidence/00_instrument.ipynb #5c2f0e9d
+def _start(model: GPT, arm: Arm, bench: Bench) -> list[float]:
+    "The losses of the pieces before the first update, once for all arms that start there."
+    key = (arm.checkpoint, arm.corpus, arm.split, arm.format, arm.storage, arm.granularity, arm.inputs,
+           arm.gradients, state_hash(dict(model.named_parameters())))
+    if key not in bench._known: bench._known[key] = _validate(model, arm, bench)
+    return bench._known[key]
+
 # %% ../../nbs/evidence/00_instrument.ipynb #b4086e92
 def frozen_loss(
     arm: Arm,
@@ -803,11 +811,9 @@ def frozen_loss(
 ) -> float:  # nats per token
     "The loss of the arm's checkpoint on its split, neither trained nor rounded."
     key = arm.checkpoint, arm.corpus, arm.split
-    if key not in bench._frozen:
-        bench._frozen[key] = (
-            sum(_validate(bench.model(arm.checkpoint), arm, bench)) / bench.task.chunks
-        )
-    return bench._frozen[key]
+    if key not in bench._known:
+        bench._known[key] = _validate(bench.model(arm.checkpoint), arm, bench)
+    return sum(bench._known[key]) / bench.task.chunks
 
 # %% ../../nbs/evidence/00_instrument.ipynb #7aa96c6e
 def _short(x: float) -> float:
