@@ -1,5 +1,5 @@
 """Times the explorer: every control is moved through its range, from the moved control to the
-finished picture; writes nbs/results/bench_explorer.json.
+finished picture; writes nbs/results/bench_explorer.json. About 1 minute on two cores.
 
 python nbs/studies/benchmarks/bench_explorer.py
 """

@@ -1,5 +1,5 @@
 """Times a quantized training step of gpt-10m with all monitors, with monitors that rest, and with
-none; writes nbs/results/bench_monitors.json."""
+none; writes nbs/results/bench_monitors.json. About 15 minutes on two cores."""
 import argparse
 import json
 import statistics
@@ -18,7 +18,7 @@ from altgrad.watching.monitors import Monitors
 from altgrad.watching.sums import compiles
 from altgrad.watching.updates import WeightMonitor
 from altgrad.training.config import TrainConfig
-from altgrad.training.tracking import git_commit, machine, versions
+from altgrad.training.tracking import code_commit, machine, versions
 
 RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_monitors.json"
 DEFAULT = TrainConfig()
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    cases = []
+    commit, cases = code_commit(), []
     for path in ("auto", "eager"):
         before = set_path(path)
         for batch in options.batches:
@@ -152,7 +152,7 @@ def main() -> None:
     found[options.device] = {
         "machine": machine(options.device),
         "versions": versions(),
-        "git_commit": git_commit(),
+        "git_commit": commit,
         "rounds": options.rounds,
         "bfloat16": fast_bfloat16(torch.device(options.device)),
         "cases": cases,

@@ -1,5 +1,5 @@
 """Times the quantizer against copying, against drawing random numbers, and against other libraries;
-every ratio comes from interleaved rounds of one run.
+every ratio comes from interleaved rounds of one run. About 27 minutes on two cores.
 
 python nbs/studies/benchmarks/bench_quantize.py                  # 1 and 2 threads, each in its process
 python nbs/studies/benchmarks/bench_quantize.py --device cuda    # on a GPU, from 256 MB up
@@ -245,6 +245,38 @@ def small_rows() -> list[Row]:
     ]
 
 
+UNSET = "without a setting"
+SETTLE = 60.0  # seconds at most in which these round first: what is to be compiled is compiled then
+
+
+def unset_rows() -> list[Row]:
+    "What is had without a setting; timed in a process in which nothing is set."
+    counted = [
+        Row(f"{row.name}, {UNSET}", row.call, format=row.format) for row in stats_rows()
+    ]
+    ours = [
+        Row(f"altgrad {fmt} {UNSET}", lambda x, fmt=fmt: fake_quantize(x, fmt), format=fmt)
+        for fmt in OURS
+    ]
+    return [Row("torch.clone", torch.clone, library="torch"), *ours, *counted]
+
+
+def unset_small_rows() -> list[Row]:
+    "The same for 4,096 elements."
+    unit, _, *ours = small_rows()
+    return [unit, *(
+        Row(row.name.replace(" auto", f" {UNSET}"), row.call, row.against)
+        for row in ours if row.path == "auto"
+    )]
+
+
+def settle(rows: list[Row], x: Tensor, seconds: float) -> None:
+    "Calls rows in turns for so long, as a user's process does before anybody looks at a clock."
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for row in rows: seconds_of(row, x, 1)
+
+
 def data(shape: str, size: int, device: str) -> Tensor:
     "A tensor with a fixed seed: standard normal, or Student's t with two degrees of freedom."
     make = torch.Generator().manual_seed(0)
@@ -381,8 +413,12 @@ TOO_SLOW: set[str] = set()  # rows that took so long on a small tensor that a la
 def worker(args: argparse.Namespace):
     "All cases with one number of threads."
     torch.set_num_threads(args.threads)
-    rows, found = rows_for(args.device)
-    cases = [case(small_rows(), "gaussian", SMALL, args.device, args.rounds * 2, SMALL_CALLS)]
+    rows, found = (unset_rows(), {}) if args.unset else rows_for(args.device)
+    small = unset_small_rows() if args.unset else small_rows()
+    if args.unset:
+        x = data("gaussian", (args.sizes or SIZES[args.device])[-1], args.device)
+        settle(rows, x, min(SETTLE, 4.0 * args.rounds))
+    cases = [case(small, "gaussian", SMALL, args.device, args.rounds * 2, SMALL_CALLS)]
     for size in args.sizes or SIZES[args.device]:
         for shape in SHAPES:
             print(f"  {args.threads} thread(s), {size:,} elements, {shape}", flush=True)
@@ -406,17 +442,27 @@ def worker(args: argparse.Namespace):
     )
 
 
-def run_worker(args: argparse.Namespace, threads: int, part: Path) -> dict:
+def run_worker(args: argparse.Namespace, threads: int, part: Path, unset: bool = False) -> dict:
     "A process with so many threads, and what it measured."
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     command = [
         sys.executable, __file__, "--part", part, "--threads", threads, "--device", args.device,
         "--rounds", args.rounds,
     ]
+    if unset: command += ["--unset"]
     if args.sizes: command += ["--sizes", *args.sizes]
     if args.peers: command += ["--peers", args.peers.resolve()]
     subprocess.run([str(word) for word in command], env=env, check=True)
     return json.loads(part.read_text(encoding="utf-8"))
+
+
+def measured(args: argparse.Namespace, threads: int, folder: Path) -> dict:
+    "What a process measured, and with it what another did in which nothing is set."
+    part = run_worker(args, threads, folder / f"{threads}.json")
+    unset = run_worker(args, threads, folder / f"{threads}_unset.json", unset=True)
+    for one, more in zip(part["cases"], unset["cases"]):
+        one["rows"] |= {name: row for name, row in more["rows"].items() if name.endswith(UNSET)}
+    return part
 
 
 def add_peers_option(parser: argparse.ArgumentParser) -> None:
@@ -450,6 +496,7 @@ def parse_args() -> argparse.Namespace:
              "bench_quantize_cuda.json)",
     )
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--unset", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -468,7 +515,7 @@ def main() -> int:
         for threads in (
             [args.threads] if args.threads else THREADS if args.device == "cpu" else (1,)
         ):
-            parts.append(run_worker(args, threads, Path(folder) / f"{threads}.json"))
+            parts.append(measured(args, threads, Path(folder)))
     found = {
         "git_commit": commit,
         "machine": parts[0]["machine"],

@@ -1,5 +1,5 @@
 """Times training steps of GPTs whose linear layers round, against the same step unquantized, and
-the memory they need; writes nbs/results/bench_step.json.
+the memory they need; writes nbs/results/bench_step.json. About 30 minutes on two cores.
 
 python nbs/studies/benchmarks/bench_step.py                  # two models, several batches
 python nbs/studies/benchmarks/bench_step.py --kinds growth   # 1M to 100M parameters, weights and all points

@@ -1,6 +1,6 @@
 """Trains gpt-10m with and without master weights, beside optimizers of others: bytes that stay
 between two steps, the most within one, times, losses.
-Writes nbs/results/bench_without_master.json."""
+Writes nbs/results/bench_without_master.json. About 20 minutes on two cores."""
 import argparse
 import json
 import statistics
@@ -19,7 +19,7 @@ from altgrad.basics import write_atomic
 from altgrad.geometry.rivals.lion import Lion
 from altgrad.model.gpt import GPT, loss_of, preset
 from altgrad.training.data import get_batch, load_corpus
-from altgrad.training.tracking import git_commit, machine, versions
+from altgrad.training.tracking import code_commit, machine, versions
 
 RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_without_master.json"
 AdamW = torch.optim.AdamW
@@ -145,7 +145,10 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200, help="of each case; all take turns")
+    parser.add_argument(
+        "--rounds", "--steps", dest="steps", type=int, default=200,
+        help="steps of each case; all take turns",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--model", default="gpt-10m")
@@ -155,6 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    commit = code_commit()
     corpus = load_corpus(options.data)
     batches = lambda step: get_batch(corpus.train, *options.batch, 0, step)
     names = [*CASES, *(ON_GPU if options.device != "cpu" else ())]
@@ -170,7 +174,7 @@ def main() -> None:
         )
     found = json.loads(options.out.read_text()) if options.out.is_file() else {}
     found[options.device] = {
-        "machine": machine(options.device), "versions": versions(), "git_commit": git_commit(),
+        "machine": machine(options.device), "versions": versions(), "git_commit": commit,
         "model": options.model, "batch": list(options.batch), "steps": options.steps,
         "lr": options.lr, "text": corpus.hash, "rows": rows,
     }
