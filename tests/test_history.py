@@ -3,9 +3,11 @@ marked, and every row of what is wanted names ratios that a benchmark writes."""
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -290,6 +292,54 @@ def test_a_row_is_judged_by_the_worst_of_its_latest_ratios():
     assert found == {"value": 1.2, "where": "y", "met": True, "commits": [OLD, NEW], "missing": 1}
     assert history.judged(row, [line])["met"] is False
     assert history.judged(row, others) == {"value": None, "missing": 3}
+
+
+def cell(page: str, word: str) -> str:
+    "The source of the code cell of a page in which a word occurs."
+    cells = json.loads((ROOT / "nbs/studies" / page).read_text(encoding="utf-8"))["cells"]
+    (found,) = (s for c in cells if c["cell_type"] == "code" and word in (s := "".join(c["source"])))
+    return found
+
+
+@pytest.fixture
+def pages(tmp_path, monkeypatch):
+    "Stores lines of a machine where the pages look for them."
+    base = history.line_of(next(history.of_record(record())), KNOWN)
+
+    def store(*lines: dict) -> dict:
+        (tmp_path / "studies").mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / "studies")
+        if not Path("benchmarks").exists(): Path("benchmarks").symlink_to(BENCHMARKS)
+        history.add(tmp_path / "results/history", [base | line for line in lines])
+        return {"runpy": runpy, "yaml": yaml, "Path": Path, "Markdown": str}
+
+    return store
+
+
+def test_the_page_of_speed_shows_each_limit_beside_the_number(pages):
+    rule, unit = "Madam, without a setting", "AdamW foreach"
+    names = pages({"benchmark": "update rules", "threads": 1, "ratios": {
+        f"{rule} / {unit}": 0.5, "GridSGD, without a setting / AdamW fused": 3.51}})
+    exec(cell("speed.ipynb", "def wanted_table"), names)
+    table = names["wanted_table"]()
+    assert "| what | wanted, at most | CPU X, AVX2, 2 cores | cause |" in table
+    assert "| Madam; to AdamW foreach | 0.6 | 0.500, met | - |" in table
+    assert "| GridSGD; to AdamW fused | 3.5 | 3.51, **missed** | - |" in table
+    assert table.count("not measured | - |") == len(WANTED) - 2
+    assert "1 of the 2 limits that were measured are met; commits: update rules aaaaaaaaaaaa." in table
+
+
+def test_the_page_of_the_history_says_what_got_slower(pages):
+    later = {"commit": NEW, "date": KNOWN[NEW]}
+    names = pages({"ratios": {"x / y": 1.0, "z / y": 1.0}}, later | {"ratios": {"x / y": 1.2, "z / y": 1.09}})
+    names |= {"plt": SimpleNamespace(rcParams={}), "figure_style": dict}
+    exec(cell("speed_over_time.ipynb", "def panels"), names)
+    exec(cell("speed_over_time.ipynb", "def told"), names)
+    (machine,) = names["machines"]
+    assert names["told"](machine) == (
+        "- **recorder, 2 threads, to y**: 1 of 2: x 1.20 times (1 at aaaaaaa, now 1.2)")
+    names["slower"][machine] = []
+    assert names["told"](machine) == "Nothing."
 
 
 # what is stored

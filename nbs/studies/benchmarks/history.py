@@ -321,15 +321,28 @@ def slower(points: list[Point]) -> list[bool]:
     return [point.ratio > TENTH * b * (1 + 1e-9) for point, b in zip(points, best)]
 
 
-def slower_now(lines: list[dict]) -> list[str]:
-    "What is slower at its latest commit than it was, in words."
-    found = []
-    for (benchmark, threads, name), points in courses(lines).items():
-        if not slower(points)[-1]: continue
-        now, best = points[-1], min(points, key=lambda p: p.ratio)
-        found.append(f"{benchmark}, {threads} thread(s), {name}: {now.ratio:.3g} at {now.commit[:7]}, "
-                     f"{now.ratio / best.ratio:.2f} times the {best.ratio:.3g} at {best.commit[:7]}")
-    return found
+class Slower(NamedTuple):
+    "A ratio that is more than a tenth above the best before it, at its latest commit."
+    benchmark: str
+    threads: int
+    name: str
+    now: Point
+    best: Point
+
+    @property
+    def times(self) -> float: return self.now.ratio / self.best.ratio
+
+    def __str__(self) -> str:
+        return (f"{self.benchmark}, {self.threads} thread(s), {self.name}: {self.now.ratio:.3g} at "
+                f"{self.now.commit[:7]}, {self.times:.2f} times the {self.best.ratio:.3g} at {self.best.commit[:7]}")
+
+
+def slower_now(lines: list[dict]) -> list[Slower]:
+    "What is slower at its latest commit than it was."
+    return [
+        Slower(*key, points[-1], min(points, key=lambda p: p.ratio))
+        for key, points in courses(lines).items() if slower(points)[-1]
+    ]
 
 
 # what is wanted
@@ -388,7 +401,7 @@ def main(argv: list[str] | None = None) -> int:
         changed = add(folder, new)
         for path in changed:
             print(f"wrote {path.name}")
-            for text in slower_now(read(path)): print(f"  slower by more than a tenth: {text}")
+            for one in slower_now(read(path)): print(f"  slower by more than a tenth: {one}")
         if not changed: print("the histories are as they were")
         return 0
     except InputError as e:
