@@ -58,6 +58,38 @@ def test_the_place_of_a_text_is_not_stored(stored):
     assert "secret" not in lines and "path:acts.txt" in lines and '"hash"' in lines
 
 
+def test_what_was_stored_before_stays_and_is_not_run_again(stored, tmp_path, monkeypatch):
+    to = tmp_path / "stored"
+    for name in ("bf16_baseline", "e5m2_fp8"):  # as from two machines, one after the other
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"ten_million_{name}").symlink_to(stored / f"runs/ten_million_{name}")
+        ten_million.store(tmp_path / name, to)
+    both, one = ten_million.read_stored(stored / "stored"), ten_million.read_stored(to)
+    apart = [{name: {k: v for k, v in run.items() if k != "autopsy"}  # which compares with runs beside it
+              for name, run in s.runs.items()} for s in (one, both)]
+    assert apart[0] == apart[1] and one.series.keys() == both.series.keys()
+    for run, series in both.series.items():
+        for path, (steps, values) in series.items():
+            assert (one.series[run][path][0] == steps).all() and (one.series[run][path][1] == values).all()
+    made = []
+    monkeypatch.setattr(ten_million, "compare", lambda configs, out: made.extend(c.name for c in configs))
+    ten_million.train(tmp_path, "path:x", "bf16_baseline,e4m3_fp8,bf16_baseline_seed43", to)
+    assert made == ["ten_million_e4m3_fp8", "ten_million_bf16_baseline_seed43"]
+    with pytest.raises(InputError, match="unknown run 'e4m3'.*allowed: bf16_baseline, e5m2_fp8"):
+        ten_million.train(tmp_path, "path:x", "e4m3", to)
+
+
+def test_runs_on_two_texts_are_not_one_study(stored, tmp_path):
+    to = tmp_path / "stored"
+    ten_million.store(stored / "runs", to)
+    lines = [json.loads(line) for line in (to / "runs.jsonl").read_text().splitlines()]
+    lines[0]["record"] |= {"corpus": {"hash": "other"}, "name": "ten_million_other"}
+    (to / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = (to / "runs.jsonl").read_text()
+    with pytest.raises(InputError, match="2 texts"): ten_million.store(stored / "runs", to)
+    assert (to / "runs.jsonl").read_text() == before
+
+
 def test_a_folder_without_a_finished_run_is_refused(tmp_path):
     with pytest.raises(InputError, match="holds no finished run"): ten_million.store(tmp_path, tmp_path / "x")
     assert not (tmp_path / "x").exists()

@@ -3,23 +3,25 @@
 python nbs/studies/experiments/ten_million.py --out FOLDER --data path:FILE
 python nbs/studies/experiments/ten_million.py --out FOLDER --store
 
-The first makes the runs, in the order of the protocol, one after the other on all cores; it goes on
-where it was stopped. The second writes what is finished to nbs/results/ten_million, for
-nbs/studies/ten_million.ipynb, which says what is expected.
+The first makes the runs that are not stored yet, in the order of the protocol, one after the other on
+all cores; it goes on where it was stopped. `--arms NAME,...` makes some of them alone. The second adds
+what is finished to nbs/results/ten_million, for nbs/studies/ten_million.ipynb, which says what is expected.
 """
 import argparse
 import json
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from altgrad.basics import InputError, write_atomic
+from altgrad.basics import InputError, tell, unknown, write_atomic
 from altgrad.training.config import TrainConfig
-from altgrad.training.experiment import compare, find_config, read_arm
+from altgrad.training.experiment import compare, find_config, read_arm, with_seeds
 from altgrad.training.tracking import RunFolder
 from altgrad.views.autopsy import autopsy
 from altgrad.watching.series import read_histograms, read_series
@@ -47,10 +49,24 @@ def configs(specs: Iterable[str], data: str) -> list[TrainConfig]:
     return [find_config(spec, {"data": data}) for spec in specs]
 
 
-def train(out: Path, data: str) -> None:
-    "Makes the runs that are not finished yet."
-    compare(configs(SEEDED, data), out, seeds=3)
-    compare(configs((BASE, *SINGLE), data), out)
+def planned(data: str) -> dict[str, TrainConfig]:
+    "All runs by name, in the order in which they are made."
+    seeded = chain.from_iterable(with_seeds(configs(SEEDED, data), seeds=3))
+    return {c.name.removeprefix("ten_million_"): c for c in (*seeded, *configs(SINGLE, data))}
+
+
+def chosen(arms: str | None, data: str, stored: Iterable[str]) -> list[TrainConfig]:
+    "The runs that are asked for and not stored yet; InputError for a name that is none."
+    runs = planned(data)
+    names = arms.split(",") if arms else list(runs)
+    for name in names:
+        if name not in runs: raise unknown("run", name, runs)
+    return [runs[name] for name in names if runs[name].name not in set(stored)]
+
+
+def train(out: Path, data: str, arms: str | None = None, stored: Path = HERE) -> None:
+    "Makes the runs that are neither stored nor finished."
+    for config in chosen(arms, data, read_stored(stored).runs): compare([config], out)
 
 
 def without_place(entry: dict[str, Any]) -> dict[str, Any]:
@@ -100,13 +116,17 @@ def pictures(path: Path) -> Iterator[dict[str, Any]]:
         yield {"run": path.name, "step": int(steps[i]), "counts": total[i].tolist()}
 
 
-def table(rows: list[dict[str, Any]], path: Path) -> None:
-    "Writes rows as parquet, numbers with the digits that were measured."
+def table(rows: list[dict[str, Any]], path: Path, kept: frozenset[str]) -> None:
+    "Adds rows to parquet, beside those of the runs that are kept; numbers with the digits that were measured."
     found = pa.Table.from_pylist(rows)
     if "value" in found.column_names:
         place = found.column_names.index("value")
         found = found.set_column(place, "value", found.column("value").cast(pa.float32()))
-    pq.write_table(found, path, compression="zstd")
+    if path.is_file():
+        before = pq.read_table(path)
+        mask = pc.is_in(before.column("run"), pa.array(sorted(kept), pa.string()))
+        found = pa.concat_tables([before.filter(mask).cast(found.schema), found])
+    write_atomic(path, lambda file: pq.write_table(found, file, compression="zstd"))
 
 
 def finished(out: Path) -> list[Path]:
@@ -119,13 +139,18 @@ def finished(out: Path) -> list[Path]:
 
 
 def store(out: Path, to: Path = HERE) -> None:
-    "Writes the finished runs for the page."
+    "Adds the finished runs to those of the page; InputError where they were trained on another text."
     paths = finished(out)
+    before = read_stored(to).runs
+    rows = {path.name: run_row(path) for path in paths}
+    kept = frozenset(before) - set(rows)
+    texts = {row["record"]["corpus"]["hash"] for row in (*(before[name] for name in kept), *rows.values())}
+    if len(texts) > 1: raise InputError(f"{out} and {to} hold runs on {len(texts)} texts; allowed: one")
     to.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(run_row(path), allow_nan=False) for path in paths]
+    table([row for path in paths for row in numbers(path)], to / "series.parquet", kept)
+    table([row for path in paths for row in pictures(path)], to / "histograms.parquet", kept)
+    lines = [json.dumps(row, allow_nan=False) for _, row in sorted({**{n: before[n] for n in kept}, **rows}.items())]
     write_atomic(to / "runs.jsonl", "\n".join(lines) + "\n")
-    table([row for path in paths for row in numbers(path)], to / "series.parquet")
-    table([row for path in paths for row in pictures(path)], to / "histograms.parquet")
 
 
 # what was said of the runs, and what they show
@@ -152,7 +177,7 @@ class Stored(NamedTuple):
 
 def read_stored(folder: Path = HERE) -> Stored:
     "Reads what `store` wrote; nothing where it has not."
-    if not folder.is_dir(): return Stored({}, {}, {})
+    if not (folder / "runs.jsonl").is_file(): return Stored({}, {}, {})
     rows = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
     series: dict[str, Series] = {}
     for (run, path), part in pq.read_table(folder / "series.parquet").to_pandas().groupby(["run", "path"]):
@@ -250,15 +275,21 @@ def findings(s: Stored) -> list[Finding]:
     return [judged(*claim) for claim in CLAIMS.items()]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--data", help="the text: path:FILE")
+    parser.add_argument("--arms", help="names of runs with commas between them; all without it")
     parser.add_argument("--store", action="store_true", help="store what is finished, and train nothing")
     given = parser.parse_args()
     if bool(given.data) == given.store: parser.error("give either --data, to train, or --store")
-    if given.store: store(given.out)
-    else: train(given.out, given.data)
+    try:
+        if given.store: store(given.out)
+        else: train(given.out, given.data, given.arms)
+    except InputError as e:
+        tell(str(e))
+        return 2
+    return 0
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__": raise SystemExit(main())
