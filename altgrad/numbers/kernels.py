@@ -6,8 +6,8 @@
 __all__ = ['EXPONENT_BITS', 'ROUNDING', 'OVERFLOW', 'CHUNK', 'STRICT', 'PATHS', 'state', 'plan', 'GRADIENTS', 'Grid', 'How',
            'grid_of', 'first_bits', 'limited', 'kernel', 'rounding_key', 'words_of', 'draw_range', 'uniform',
            'batch_noise', 'numbers_of', 'has_triton', 'set_path', 'path_text', 'worth_compiling', 'attempt', 'native',
-           'by_triton', 'key_tensor', 'native_grid', 'native_call', 'native_scale', 'check_scale', 'scaling_of',
-           'flat_of', 'Options', 'is_plain', 'is_readable', 'estimate', 'as_scale', 'check_call']
+           'native_now', 'by_triton', 'key_tensor', 'native_grid', 'native_call', 'native_scale', 'check_scale',
+           'scaling_of', 'flat_of', 'Options', 'is_plain', 'is_readable', 'estimate', 'as_scale', 'check_call']
 
 # %% ../../nbs/numbers/02_kernels.ipynb #f3ab6055
 import importlib.util
@@ -459,6 +459,11 @@ def native(
     if state["proved"]: return N.state["library"]
     return attempt(lambda: _built(state["path"] == "compiled"))
 
+def native_now() -> Any:  # None: there is no compiler, or the path is another
+    "Return the kernels in C++, waiting for the compiler if need be."
+    if state["path"] in ("eager", "triton") or "compiling" in state["broken"]: return None
+    return attempt(lambda: _built(True))
+
 # %% ../../nbs/numbers/02_kernels.ipynb #triton0b
 def _wants_triton(x: Tensor) -> bool:
     "Whether the written kernels are asked for by name, or are what is left on a GPU."
@@ -593,7 +598,9 @@ def _prove(library: Any) -> None:
         x, scale = _sample().to(dtype), torch.tensor(0.37, dtype=dtype)
         g, how, _ = plan(get_format(name), dtype, rounding, overflow, 24, True, "divide")
         words = words_of(rounding_key(1)) if rounding == "stochastic" else None
-        a, b = (f(x, scale, None, g, how, words) for f in (partial(_eager, noise=None), partial(_by_native, library)))
+        a = _eager(x, scale, None, g, how, words, None)
+        b = _by_native(library, x, scale, None, g, how, words)
+        assert b is not None
         integers = torch.int64 if dtype == torch.float64 else torch.int32
         same = (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
         if not same.all(): raise RuntimeError(f"its kernels compute other bits ({name}, {rounding})")

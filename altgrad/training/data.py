@@ -33,7 +33,6 @@ from urllib.parse import urlsplit
 
 # %% ../../nbs/training/00_data.ipynb #410071b6
 import numpy as np
-import platformdirs
 import torch
 from torch import Tensor
 
