@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MESSAGE', 'LARGEST', 'LARGEST_RECORD', 'MOST_VALUES', 'MOST_LEVELS', 'COLORS', 'MARKERS', 'INK', 'one_line',
-           'InputError', 'unknown', 'tell', 'WriteError', 'sync_folder', 'write_atomic', 'make_folder',
+           'InputError', 'unknown', 'tell', 'WriteError', 'sync_folder', 'write_atomic', 'make_folder', 'cache_folder',
            'remove_leftovers', 'read_small', 'parse_yaml', 'read_yaml', 'parse_json', 'is_number', 'read_parquet',
            'svg_bars', 'html_card', 'figure_style', 'in_figure_style']
 
@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
+import platformdirs
 import yaml
 
 # %% ../nbs/basics.ipynb #e6e2d085
@@ -104,6 +105,11 @@ def make_folder(
     WriteError if that is not possible."""
     try: Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as e: raise WriteError(f"cannot create {path}: {e.strerror}") from None
+
+# %% ../nbs/basics.ipynb #048ed56f
+def cache_folder() -> Path:
+    "Return where this package keeps what it can make again: `$ALTGRAD_CACHE`, or the user's cache folder."
+    return Path(os.environ.get("ALTGRAD_CACHE") or platformdirs.user_cache_dir("altgrad")).expanduser()
 
 # %% ../nbs/basics.ipynb #f1e1e097
 def remove_leftovers(

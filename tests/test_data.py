@@ -518,7 +518,7 @@ def test_the_cache_folder_is_chosen(tmp_path, laws, monkeypatch):
         == tmp_path / "arg" / "corpora"
     )
     monkeypatch.setenv("ALTGRAD_CACHE", "")
-    monkeypatch.setattr(D.platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
+    monkeypatch.setattr("altgrad.basics.platformdirs.user_cache_dir", lambda name: str(tmp_path / name))
     assert load_corpus(f"path:{laws}").folder.parent == tmp_path / "altgrad" / "corpora"
 
 

@@ -170,20 +170,25 @@ def test_names_are_paths_of_the_registry():
 def test_nothing_in_a_step_waits_for_the_device():
     """A fake tensor has no values: asking for one raises.
     The eager passes ask for none until the parcel is opened."""
+    def step():
+        layer = nn.Linear(32, 16, bias=False)
+        quantize_model(layer, "E4M3", skip=())
+        x, s = torch.randn(16, 32), torch.ones(())
+        rounding_sums(x, x, s, FORMATS["E4M3"])
+        update_sums(x, x, s, s, FORMATS["E4M3"])
+        parcel, updates, gradients = Parcel(), UpdateCounts(layer), GradientCounts(layer)
+        layer.weight.grad = torch.randn(16, 32)
+        updates.start()
+        gradients.measure(parcel)
+        updates.stop(parcel)
+        assert len(parcel.parts) == 3
+        return x
+
     before = K.set_path("eager")
     try:
+        step()  # what is kept between calls shall not be fake
         with FakeTensorMode(allow_non_fake_inputs=True):
-            layer = nn.Linear(32, 16, bias=False)
-            quantize_model(layer, "E4M3", skip=())
-            x, s = torch.randn(16, 32), torch.ones(())
-            rounding_sums(x, x, s, FORMATS["E4M3"])
-            update_sums(x, x, s, s, FORMATS["E4M3"])
-            parcel, updates, gradients = Parcel(), UpdateCounts(layer), GradientCounts(layer)
-            layer.weight.grad = torch.randn(16, 32)
-            updates.start()
-            gradients.measure(parcel)
-            updates.stop(parcel)
-            assert len(parcel.parts) == 3
+            x = step()
             with pytest.raises(DataDependentOutputException): x.sum().item()
     finally: K.set_path(before)
 

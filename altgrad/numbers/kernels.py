@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['EXPONENT_BITS', 'ROUNDING', 'OVERFLOW', 'CHUNK', 'STRICT', 'PATHS', 'state', 'plan', 'GRADIENTS', 'Grid', 'How',
            'grid_of', 'first_bits', 'limited', 'kernel', 'rounding_key', 'words_of', 'draw_range', 'uniform',
-           'batch_noise', 'numbers_of', 'has_triton', 'set_path', 'path_text', 'worth_compiling', 'attempt',
-           'by_triton', 'key_tensor', 'check_scale', 'scaling_of', 'flat_of', 'Options', 'is_plain', 'is_readable',
-           'estimate', 'as_scale', 'check_call']
+           'batch_noise', 'numbers_of', 'has_triton', 'set_path', 'path_text', 'worth_compiling', 'attempt', 'native',
+           'native_now', 'by_triton', 'key_tensor', 'native_grid', 'native_call', 'native_scale', 'check_scale',
+           'scaling_of', 'flat_of', 'Options', 'is_plain', 'is_readable', 'estimate', 'as_scale', 'check_call']
 
 # %% ../../nbs/numbers/02_kernels.ipynb #f3ab6055
 import importlib.util
@@ -15,6 +15,7 @@ import math
 import os
 import warnings
 from functools import cache, lru_cache, partial
+from itertools import product
 from numbers import Real
 from types import FunctionType
 from typing import Any, Callable, NamedTuple, Optional
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/numbers/02_kernels.ipynb #7f629262
-from ..basics import InputError, unknown
+from ..basics import InputError, one_line, unknown
+from . import native as N
 from .formats import (PRECISION, FP8Format, check_float, get_format, is_dense,
                                      is_whole, kind_of, spec_of, unit_in_first_place)
 
@@ -325,13 +327,14 @@ def _eager(
     return out
 
 # %% ../../nbs/numbers/02_kernels.ipynb #e2f13af1
+# options under which torch compiles exact arithmetic; the first of a CPU also keeps products and sums apart
 STRICT: dict[str, dict[str, Any]] = {
     "cpu": {
         "cpp.enable_floating_point_contract_flag": "off",
         "cpp.enable_unsafe_math_opt_flag": False,
     },
     "cuda": {"emulate_precision_casts": True, "eager_numerics.division_rounding": True},
-}  # the first also keeps products and sums apart
+}
 
 # %% ../../nbs/numbers/02_kernels.ipynb #4c556ed3
 @cache
@@ -367,13 +370,13 @@ def numbers_of(
 
 # %% ../../nbs/numbers/02_kernels.ipynb #df7b91e9
 PATHS = ("auto", "eager", "compiled", "triton")
-_FROM = 1 << 16  # elements of a tensor from which on a compiled kernel is faster
-_MOST = 1 << 31  # elements that no compiled kernel takes
-# elements of such tensors rounded eagerly, some ten seconds, before `auto` compiles
-_AFTER = {"cpu": 1 << 32, "cuda": 0}
+_FROM = 1 << 16  # elements of a tensor from which on a kernel on a GPU is faster
+_MOST = 1 << 31  # elements that no kernel of torch.compile takes
+# elements of such tensors rounded eagerly before `auto` compiles; on a CPU, a fifth of a second
+_AFTER = {"cpu": 1 << 26, "cuda": 0}
 _WRITTEN_FOR = ("cuda",)  # where `auto` may take the kernels that are written in Triton
-# broken: what failed, "compiling" or "Triton"
-state: dict[str, Any] = {"path": "auto", "broken": set(), "rounded": 0}
+# broken: what failed, "compiling" or "Triton"; proved: whether the kernels in C++ were compared with the eager ones
+state: dict[str, Any] = {"path": "auto", "broken": set(), "rounded": 0, "proved": False}
 
 def has_triton() -> bool:
     "Return whether Triton is installed, without importing it."
@@ -381,7 +384,7 @@ def has_triton() -> bool:
 
 # %% ../../nbs/numbers/02_kernels.ipynb #f0e63def
 def set_path(
-    path: str,  # auto: compiled once enough was rounded to pay for it; eager; compiled, triton: at once
+    path: str,  # auto: compiled as soon as that pays; eager; compiled, triton: at once
 ) -> str:  # the path until now, to be set back
     "Chooses how all later calls compute, never what; InputError for a path that is not there."
     if path not in PATHS: raise unknown("path", path, PATHS)
@@ -404,19 +407,19 @@ def path_text(
         way = f"Triton's kernels for tensors from {_FROM:,} elements on, else eager"
         return f"{way if written else 'eager'}: compiling failed"
     if state["path"] != "auto": return f"{state['path']}: by `set_path`, or ALTGRAD_PATH"
-    return (f"compiled for tensors from {_FROM:,} elements on, once {_AFTER[device]:,} elements "
-            "were rounded; eager before that, and below")
+    if device == "cuda": return f"compiled for tensors from {_FROM:,} elements on; eager below"
+    if N.find_library() is not None: return f"C++ kernels for {torch.backends.cpu.get_cpu_capability()}"
+    return f"eager, until C++ kernels are built: from {_AFTER[device]:,} rounded elements on"
 
 # %% ../../nbs/numbers/02_kernels.ipynb #edb36d0a
 def worth_compiling(
     x: Tensor,  # of any shape
 ) -> bool:
-    """Return whether the setting, the device, the size
-    and what was rounded so far speak for the compiled kernel."""
-    device = x.device.type
+    """Return whether the setting, the device and the size speak for a kernel of `torch.compile`;
+    a CPU has other kernels, see `native`."""
     if state["path"] in ("eager", "triton") or "compiling" in state["broken"]: return False
-    if device not in STRICT or x.numel() >= _MOST: return False
-    return state["path"] == "compiled" or x.numel() >= _FROM and state["rounded"] >= _AFTER[device]
+    if x.device.type == "cpu" or x.device.type not in STRICT or x.numel() >= _MOST: return False
+    return state["path"] == "compiled" or x.numel() >= _FROM and state["rounded"] >= _AFTER[x.device.type]
 
 # %% ../../nbs/numbers/02_kernels.ipynb #22068c77
 def attempt(
@@ -432,10 +435,34 @@ def attempt(
         state["broken"].add(what)
         instead = "eagerly" if what == "Triton" else "eagerly, or on a GPU by Triton's kernels"
         warnings.warn(
-            f"altgrad computes {instead}, because {what} failed ({type(e).__name__}); "
+            f"altgrad computes {instead}, because {what} failed ({type(e).__name__}): {one_line(e, 120)}; "
             "set_path('eager') hides this",
             stacklevel=2,
         )
+
+# %% ../../nbs/numbers/02_kernels.ipynb #f7523dc5
+def _built(wait: bool) -> Any:
+    "The kernels in C++, built if that is worth it by now, and compared with the eager ones once."
+    library = N.find_library()
+    if library is None and (wait or state["rounded"] >= _AFTER["cpu"]): library = N.build_library(wait)
+    if library is not None and not state["proved"]: _prove(library)
+    return library
+
+def native(
+    x: Tensor,  # of any shape
+) -> Any:  # the library, None where another way is to be taken
+    "Return the kernels in C++ where the setting, the tensor and the machine speak for them."
+    if x.device.type != "cpu" or state["path"] in ("eager", "triton") or "compiling" in state["broken"]:
+        return None
+    if type(x) not in (Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None
+    if state["proved"]: return N.state["library"]
+    return attempt(lambda: _built(state["path"] == "compiled"))
+
+def native_now() -> Any:  # None: there is no compiler, or the path is another
+    "Return the kernels in C++, waiting for the compiler if need be."
+    if state["path"] in ("eager", "triton") or "compiling" in state["broken"]: return None
+    return attempt(lambda: _built(True))
 
 # %% ../../nbs/numbers/02_kernels.ipynb #triton0b
 def _wants_triton(x: Tensor) -> bool:
@@ -477,6 +504,10 @@ def _compute(
     noise: Tensor | None,
 ) -> Tensor:
     "The compiled kernel where it is worth it and works, else the eager one."
+    library = None if noise is not None else native(x)
+    if library is not None:
+        y = _by_native(library, x.detach(), scale, inverse, g, how, words)
+        if y is not None: return y
     if noise is None and worth_compiling(x):
         coins = key_tensor(words, x.device)
         numbers = numbers_of(g, how.wide or how.out == torch.float64, x.device)
@@ -486,6 +517,94 @@ def _compute(
         if y is not None: return y
     if x.numel() >= _FROM: state["rounded"] += x.numel()
     return _eager(x, scale, inverse, g, how, words, noise)
+
+# %% ../../nbs/numbers/02_kernels.ipynb #93964a41
+@lru_cache(4096)
+def native_grid(
+    g: Grid,
+    how: How,
+) -> N.Grid:
+    "Return a plan as the kernels in C++ read it; `multiply` and all else as there."
+    special, wide = how.overflow == "special", how.wide or how.out == torch.float64
+    ends = {"low": g.min, "high": g.max, "over": g.max, "over_inf": g.max, "under": g.min, "under_inf": g.min}
+    if special:
+        above, below = how.rounding in ("toward_zero", "down"), how.rounding in ("toward_zero", "up")
+        ends = {"low": -g.beyond, "high": g.beyond, "over": g.max if above else g.over, "over_inf": g.over,
+                "under": g.min if below else g.under, "under_inf": g.under}
+    c = 1.5 * 2.0 ** (PRECISION[torch.float64 if wide else torch.float32] - 1)
+    limit = torch.finfo(how.out).max if how.clip else math.inf
+    facts = {name: getattr(how, name) for name in ("even_bias", "minus_zero", "zero", "random_bits")}
+    return N.Grid(unit=g.unit, least=g.spacing, c=c, min=g.min, max=g.max, limit=limit,
+                  multiply=how.multiply and how.scaling != "none", **ends, **facts)
+
+# %% ../../nbs/numbers/02_kernels.ipynb #da44d7d0
+def native_call(
+    how: How,
+    words: tuple | None,  # of a key, see `words_of`
+) -> N.Call:
+    "Return what a call asks of the kernels in C++."
+    mode = N.MODES.index("powers" if how.powers else how.rounding)
+    key = [int(w) & _M32 for w in words or (0, 0)]
+    return N.Call(0, tuple(key), mode, how.overflow == "special", how.scaling == "divide")
+
+_ONE = {dtype: torch.ones(1, dtype=dtype) for dtype in (torch.float32, torch.float64)}
+
+def native_scale(
+    x: Tensor,  # contiguous, as `flat_of` returns it
+    scale: Tensor | None,  # from `flat_of`
+) -> Tensor | None:  # one number for each row; None: the scales are not of rows
+    "Return the scales as the kernels in C++ read them."
+    if scale is None: return _ONE[torch.float64 if x.dtype == torch.float64 else torch.float32]
+    if scale.numel() == 1 or scale.shape == (len(x), 1): return scale.reshape(-1).contiguous()
+    return None
+
+# %% ../../nbs/numbers/02_kernels.ipynb #0d8979a6
+def _by_native(
+    library: Any, x: Tensor, scale: Tensor | None, inverse: Tensor | None, g: Grid, how: How,
+    words: tuple | None,
+) -> Tensor | None:
+    "What `_eager` returns, from the kernels in C++; None for what they do not compute."
+    scales = native_scale(x, scale)
+    if how.overflow == "mask" or scales is None: return None
+    grid, call, out = native_grid(g, how), native_call(how, words), torch.empty_like(x)
+    kind, by = N.kind_of_kernel(x.dtype, how.wide), 1.0 if inverse is None else inverse.item()
+    if x.dtype in _ONE:
+        N.round_rows(library, kind, x, out, scales, by, grid, call)
+        return out
+    row = x.numel() // len(x)
+    step = max(1, CHUNK // row)
+    for a in range(0, len(x), step):
+        piece, part = x[a : a + step].float(), slice(a, a + step) if len(scales) > 1 else slice(None)
+        rounded, call.first = torch.empty_like(piece), a * row
+        N.round_rows(library, kind, piece, rounded, scales[part], by, grid, call)
+        out[a : a + step] = rounded
+    return out
+
+# %% ../../nbs/numbers/02_kernels.ipynb #e7ea5bc1
+_SAMPLED = (  # format, mode and policy
+    *(("E4M3", mode, "saturate") for mode in ROUNDING), ("E7M0", "nearest", "saturate"),
+    ("E5M2", "nearest", "special"), ("bfloat16", "nearest", "saturate"),
+)
+
+def _sample() -> Tensor:
+    "Bit patterns of float32 by chance, and numbers of a usual size."
+    chance = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=chance).to(torch.int32)
+    return torch.cat([bits.view(torch.float32), torch.randn(4096, generator=chance)])
+
+def _prove(library: Any) -> None:
+    "RuntimeError unless the kernels in C++ give the bits of the eager ones on a sample."
+    for dtype, (name, rounding, overflow) in product((torch.float32, torch.float64), _SAMPLED):
+        x, scale = _sample().to(dtype), torch.tensor(0.37, dtype=dtype)
+        g, how, _ = plan(get_format(name), dtype, rounding, overflow, 24, True, "divide")
+        words = words_of(rounding_key(1)) if rounding == "stochastic" else None
+        a = _eager(x, scale, None, g, how, words, None)
+        b = _by_native(library, x, scale, None, g, how, words)
+        assert b is not None
+        integers = torch.int64 if dtype == torch.float64 else torch.int32
+        same = (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
+        if not same.all(): raise RuntimeError(f"its kernels compute other bits ({name}, {rounding})")
+    state["proved"] = True
 
 # %% ../../nbs/numbers/02_kernels.ipynb #a0484283
 def _refuse_scale(low: float, high: float) -> None:

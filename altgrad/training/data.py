@@ -33,11 +33,10 @@ from urllib.parse import urlsplit
 
 # %% ../../nbs/training/00_data.ipynb #410071b6
 import numpy as np
-import platformdirs
 import torch
 from torch import Tensor
 
-from ..basics import InputError, one_line, parse_json, unknown
+from ..basics import InputError, cache_folder, one_line, parse_json, unknown
 
 # %% ../../nbs/training/00_data.ipynb #733444b6
 TEXT_KINDS = "UTF-8 text without NUL bytes, .jsonl or .parquet with a 'text' column"
@@ -630,8 +629,8 @@ def _prepared(data: str, documents: Documents, boundary: int | None, tokenizer: 
               cache: str | Path | None) -> Corpus:
     "The corpus of these documents in the cache, in tokens."
     size = _bpe_size(tokenizer)
-    cache = cache or os.environ.get("ALTGRAD_CACHE") or platformdirs.user_cache_dir("altgrad")
-    folder = _prepare(str(data), documents, boundary, Path(cache).expanduser() / "corpora")
+    home = Path(cache or cache_folder()).expanduser() / "corpora"
+    folder = _prepare(str(data), documents, boundary, home)
     if size: folder = _prepare_bpe(folder, size)
     facts, tokens = _open_folder(folder, np.uint16 if size else np.uint8)
     return Corpus(data, tokenizer, facts["vocab_size"], facts["hash"], tokens["train"],

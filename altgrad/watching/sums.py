@@ -19,6 +19,7 @@ from torch import Tensor
 
 # %% ../../nbs/watching/01_sums.ipynb #ea8c4ddf
 import altgrad.numbers.kernels as K
+import altgrad.numbers.native as N
 from ..numbers.quantize import fake_quantize
 from ..numbers.counts import histogram_of
 from ..numbers.formats import FP8Format, get_format, unit_in_first_place
@@ -119,10 +120,9 @@ def _compiled(body: Callable, device: str) -> Callable:
 
 # %% ../../nbs/watching/01_sums.ipynb #f03d6a11
 def _takes_compiler(x: Tensor) -> bool:
-    "Return whether a pass over a tensor of this size, on this device, is compiled."
-    path = K.state["path"]
-    if path == "compiled": return True
-    return path == "auto" and x.numel() >= _FROM and x.device.type in K.STRICT
+    "Return whether a pass over a tensor of this size is one of `torch.compile`; a CPU has other kernels."
+    if x.device.type == "cpu" or x.device.type not in K.STRICT: return False
+    return K.state["path"] == "compiled" or K.state["path"] == "auto" and x.numel() >= _FROM
 
 # %% ../../nbs/watching/01_sums.ipynb #a97b11d4
 def _pass(
@@ -159,14 +159,40 @@ def sums_in_pieces(
 
 # %% ../../nbs/watching/01_sums.ipynb #01d42354
 def compiles() -> bool:
-    "Return whether passes are compiled: not where the path is eager, or compiling has failed."
-    ones, one = torch.ones(_FROM), torch.ones(())
-    sums_in_pieces(_rounding_sums, (ones, ones), (one, one, torch.ones(2)))
+    """Return whether sums cost little: on a CPU with its kernels in C++, which are waited for;
+    on a GPU unless the path is eager, or compiling has failed."""
+    if not torch.cuda.is_available(): return K.native_now() is not None
     return K.state["path"] not in ("eager", "triton") and "compiling" not in K.state["broken"]
 
 # %% ../../nbs/watching/01_sums.ipynb #f3c0e3ae
 def _in_units_of_x(total: Tensor, unit: Tensor) -> Tensor:
     return total * unit.double() ** -_powers(total.device)
+
+# %% ../../nbs/watching/01_sums.ipynb #bffefed8
+def _row_of(parts: list[N.Watched], elements: int) -> Tensor:
+    "What the kernels in C++ have summed as a row of `SUMS`."
+    def total(s: Sum) -> float:
+        if not s.of: return elements
+        found = [getattr(part, s.name) for part in parts]
+        if s.merge == "maximum": return max(found)
+        return sum(f if isinstance(f, int) else sum(f) for f in found)
+    return torch.tensor([total(s) for s in SUMS], dtype=torch.float64)
+
+def _by_native(
+    x: Tensor, y: Tensor, scale: Tensor, fmt: FP8Format, plan: tuple[K.Grid, K.How] | None = None,
+    words: tuple | None = None,
+) -> Tensor | None:
+    "The sums from the kernels in C++, in units of x; with a plan they round first, into `y`. None: not there."
+    library = K.native(x)
+    if library is None or not x.dtype == y.dtype == torch.float32: return None
+    if not (x.is_contiguous() and y.is_contiguous()): return None
+    flat, s, _ = K.flat_of(x, scale.float(), None)
+    scales = K.native_scale(flat, s)
+    if scales is None or plan and plan[1].wide: return None
+    unit = float((1 / scales).amin())
+    grid, call = (K.native_grid(*plan), K.native_call(plan[1], words)) if plan else (None, N.Call())
+    parts = N.watch_rows(library, x, y, scales, float(1 / scales[0]), grid, call, unit, (fmt.min, fmt.max))
+    return _in_units_of_x(_row_of(parts, x.numel()), torch.tensor(unit))
 
 # %% ../../nbs/watching/01_sums.ipynb #b6f223a7
 @torch.no_grad()
@@ -177,6 +203,8 @@ def rounding_sums(
     fmt: FP8Format,
 ) -> Tensor:  # float64, `SUMS` in units of `x`
     "Counts and sums of one rounding; waits for no device."
+    found = _by_native(x, y, scale, fmt)
+    if found is not None: return found
     flat, s, _ = K.flat_of(x.contiguous(), scale.float(), None)
     assert isinstance(s, Tensor)
     unit, inverse = (1 / scale.float()).amin(), 1 / s
@@ -196,6 +224,18 @@ def _fused(how: K.How) -> Callable:
     return body
 
 # %% ../../nbs/watching/01_sums.ipynb #858446f8
+def _rounded_by_native(
+    x: Tensor, p: Precision, scale: Tensor, key: int | Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    "Rounds and sums in one pass of the kernels in C++; None for what they do not do."
+    if isinstance(key, Tensor) and (key.dim() or key.device.type != "cpu"): return None
+    fmt, y = get_format(p.format), torch.empty_like(x)
+    scaling = "multiply" if scale.numel() == 1 else "divide"  # powers of two: the same numbers
+    grid, how, _ = K.plan(fmt, x.dtype, p.rounding, "saturate", 24, True, scaling)
+    words = None if key is None else K.words_of(int(key))
+    found = _by_native(x, y, scale, fmt, (grid, how._replace(clip=True)), words)
+    return None if found is None else (y, found)
+
 def _worth_fusing(x: Tensor, p: Precision, scale: Tensor) -> bool:
     "Return whether rounding and sums can be one compiled pass."
     if scale.dim() or p.rounding == "stochastic" or not x.is_contiguous(): return False
@@ -230,7 +270,8 @@ def round_and_sum(
     key: int | Tensor | None = None,  # for stochastic rounding: an int, or a scalar int64 tensor
 ) -> tuple[Tensor, Tensor]:  # `fake_quantize` of the same; its `rounding_sums`
     "Rounds and counts, in one pass where that is possible."
-    found = _one_pass(x, p, scale) if _worth_fusing(x, p, scale) else None
+    found = _rounded_by_native(x, p, scale, key)
+    if found is None and _worth_fusing(x, p, scale): found = _one_pass(x, p, scale)
     if found is not None: return found
     y = fake_quantize(x, p.format, scale, rounding=p.rounding, key=key)
     return y, rounding_sums(x, y, scale, get_format(p.format))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 # %% ../../nbs/watching/03_updates.ipynb #9d9e401a
 import altgrad.numbers.kernels as K
+import altgrad.numbers.native as N
 from ..numbers.quantize import fake_quantize
 from ..numbers.formats import FP8Format, ulp, unit_in_first_place
 from ..numbers.scaling import compute_scale
@@ -138,6 +139,20 @@ def _update_sums(how: K.How) -> Callable:
         return torch.stack([mask.float().sum() for mask in masks])
     return body
 
+# %% ../../nbs/watching/03_updates.ipynb #91ca8085
+def _by_native(
+    before: Tensor, after: Tensor, scales: tuple[Tensor, Tensor], grid: K.Grid, how: K.How
+) -> Tensor | None:
+    "`UpdateSums` from the kernels in C++; None where they are not there, or do not serve."
+    library = K.native(before)
+    if library is None or how.wide or not before.dtype == after.dtype == torch.float32: return None
+    if not (before.is_contiguous() and after.is_contiguous()): return None
+    if any(s.shape != (len(before), 1) for s in scales): return None
+    how = how._replace(multiply=True, scaling="divide")
+    own = [s.reshape(-1).contiguous() for s in scales]
+    moved = N.count_moved(library, before, after, (own[0], own[1]), K.native_grid(grid, how), K.native_call(how, None))
+    return torch.tensor([*moved, before.numel()], dtype=torch.float64)
+
 # %% ../../nbs/watching/03_updates.ipynb #0ea9fae5
 @torch.no_grad()
 def update_sums(
@@ -153,6 +168,8 @@ def update_sums(
                 scaling="none", out=torch.float32, clip=False, **facts)
     rows = (len(before), 1)
     s, s2 = (t.float() if t.dim() > 1 else t.float().expand(rows) for t in (scale, scale_after))
+    found = _by_native(before, after, (s, s2), grid, how)
+    if found is not None: return found
     numbers = K.numbers_of(grid, how.wide, before.device)
     return sums_in_pieces(_update_sums(how), (before, after, s, s2), (numbers,))
 
