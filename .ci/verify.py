@@ -33,8 +33,10 @@ from altgrad.training.tracking import code_commit, machine, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "nbs/results/verify.json"
-JUDGES = (".ci/verify.py", "altgrad/numbers/formats.py", "altgrad/numbers/quantize.py",
-          "altgrad/numbers/kernels.py")  # a stored result is kept while these files are what they were
+JUDGES = (  # a stored result is kept while these files are what they were
+    ".ci/verify.py", "altgrad/numbers/formats.py", "altgrad/numbers/quantize.py",
+    "altgrad/numbers/kernels.py", "altgrad/numbers/native.py",
+)
 OCP = ("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn", "mxint8", "float8_e8m0fnu")
 FORMATS = EIGHT_BIT + OCP
 ROUNDINGS = ("nearest", "toward_zero", "up", "down", "away")
