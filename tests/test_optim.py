@@ -1,5 +1,5 @@
 """What the notebook of the update rules cannot show: pickling, non-contiguous weights, both dtypes,
-and every format against geoopt."""
+every format against geoopt, and the fast arithmetic against the plain one."""
 import pickle
 
 import pytest
@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from altgrad.basics import InputError
-from altgrad.numbers.formats import EIGHT_BIT, get_format, ulp
+from altgrad.numbers.formats import EIGHT_BIT, get_format, ulp, unit_in_first_place
+from altgrad.numbers.kernels import rounding_key, uniform
 from altgrad.numbers.scaling import compute_scale
+from altgrad.geometry import optim
+from altgrad.geometry.spacing import (
+    LineNumbers, from_line, line_numbers, power_below, stiffness_floor, to_line,
+)
 from altgrad.geometry.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
 
 RULES = {
@@ -18,6 +23,10 @@ RULES = {
     "riemannian": lambda p: RiemannianAdamW(p, "E4M3", 0.5),
     "madam": lambda p: Madam(p, "E4M3"),
     "grid": lambda p: GridSGD(p, "E4M3", 0.5),
+    "any power": lambda p: StiffnessAdamW(p, "E4M3", 1e-2, power=0.3),
+    "plain": lambda p: StiffnessAdamW(p, "E4M3", 1e-2, power=0.0),
+    "not normalized": lambda p: StiffnessAdamW(p, "E4M3", 1e-2, normalize=False),
+    "floored": lambda p: RiemannianAdamW(p, "E4M3", 0.5, floor_octaves=4),
 }
 every_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 
@@ -100,3 +109,121 @@ def test_bad_parameters_are_errors_and_a_refused_group_leaves_no_trace():
     with pytest.raises(InputError, match="finite"):
         optimizer.add_param_group({"params": [nn.Parameter(weights(3))], "power": float("inf")})
     assert len(optimizer.param_groups) == 1
+
+
+def plain_coordinate(a, n):
+    "The coordinate as it is defined, with a logarithm and a choice."
+    first = unit_in_first_place(a.clamp(max=n.high)).clamp(n.low, n.high)
+    phi = (first.log2().round() - n.bottom) * n.per_binade + a / first * n.per_binade
+    return torch.where(a < n.start, a / n.floor, phi - n.offset)
+
+
+def plain_magnitude(psi, n):
+    "Its inverse, with a power and a choice."
+    binades = (psi + n.offset) * n.unit
+    whole = (binades.floor() - 1).clamp(min=0).clamp(max=n.top - n.bottom)
+    power = unit_in_first_place(1.25 * torch.exp2(whole + n.bottom))
+    inner = psi * n.floor
+    return torch.where(inner < n.start, inner, (binades - whole) * power)
+
+
+def same(a, b):
+    "Whether two tensors have the same bits; one NaN is as good as another."
+    return ((a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()).all()
+
+
+def magnitudes(dtype):
+    "Every power of two, its neighbours, what lies between, zero, infinity and NaN."
+    low, high = (-149, 127) if dtype == torch.float32 else (-1074, 1023)
+    p = torch.tensor([2.0**k for k in range(low, high + 1)], dtype=torch.float64).to(dtype)
+    near = torch.nextafter(p, p.new_zeros(())), torch.nextafter(p, p.new_full((), torch.inf))
+    drawn = weights(20_000, dtype=dtype).abs() * torch.logspace(-20, 12, 20_000, 2, dtype=dtype)
+    return torch.cat([p, *near, 1.25 * p, 1.5 * p, drawn, p.new_tensor([0, torch.inf, torch.nan])])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_exponents_from_bits_are_those_of_the_logarithm(name, dtype):
+    fmt, a = get_format(name), magnitudes(dtype)
+    n = None
+    for floor in (0.0, 3.7 * fmt.min_spacing, 64 * fmt.min_spacing, 10 * fmt.max):
+        n = line_numbers(fmt, torch.tensor(floor, dtype=dtype))
+        most = torch.finfo(dtype).max  # of what lies there, nothing is claimed
+        a = torch.where((a * n.floor < most) | ~a.isfinite(), a, 0.0)
+        assert same(to_line(a, n), plain_coordinate(a, n)), floor
+        assert same(from_line(a, n), plain_magnitude(a, n)), floor
+        if floor: continue
+        assert same(to_line(a, n, floored=False), plain_coordinate(a, n))
+        assert same(from_line(a, n, floored=False), plain_magnitude(a, n))
+    a = a.clamp(max=n.high)
+    below = unit_in_first_place(a)
+    assert same(power_below(a), torch.where(a < torch.finfo(dtype).tiny, 0.0, below))
+
+
+def plain_stiffness(u, n, least):
+    return (unit_in_first_place(u.abs().clamp(max=n.high)) * n.unit).clamp(min=least)
+
+
+def plain_walk(u, step, n):
+    psi = plain_coordinate(u.abs(), n).copysign(u) + step
+    return plain_magnitude(psi.abs(), n).copysign(psi)
+
+
+def plain_riemannian(w, g, state, t, n, scale, lr=0.5, beta1=0.9, beta2=0.999, eps=1e-16):
+    "A step of `RiemannianAdamW`, one operation after another."
+    g = plain_stiffness(w / scale, n, n.floor) * scale * g
+    m, v = state
+    m.lerp_(g, torch.tensor(1 - beta1, dtype=w.dtype))
+    v.mul_(beta2).addcmul_((1 - beta2) * g, g)
+    step = -lr / (1 - beta1**t) * m / (v.sqrt() / (1 - beta2**t) ** 0.5 + eps)
+    return plain_walk(w / scale, step, n) * scale
+
+
+def plain_grid(w, g, state, t, n, scale, lr=0.5, momentum=0.9, clip=4.0):
+    "A step of `GridSGD`."
+    (buffer,) = state
+    buffer.mul_(momentum).add_(plain_stiffness(w / scale, n, n.floor) * scale * g)
+    rungs = buffer * buffer.square().mean().rsqrt() * -lr
+    u = plain_walk(w / scale, torch.where(rungs == rungs, rungs, 0.0).clamp(-clip, clip), n)
+    spacing = plain_stiffness(u, n, 2.0**n.bottom * n.unit)
+    steps, key = u / spacing, rounding_key(0, t, 1)
+    whole, noise = (u / spacing).floor(), uniform(u.shape, key)
+    return torch.where(noise < steps - whole, whole + 1, whole) * spacing * scale
+
+
+@pytest.mark.parametrize("floor_octaves", [None, 3.0])
+@pytest.mark.parametrize("name", ["E0M7", "E2M5", "E4M3", "E5M2", "E7M0"])
+@pytest.mark.parametrize("rule", ["riemannian", "grid"])
+def test_rules_are_their_plain_formulas_bit_for_bit(rule, name, floor_octaves):
+    make, plain, kept = {
+        "riemannian": (RiemannianAdamW, plain_riemannian, 2), "grid": (GridSGD, plain_grid, 1),
+    }[rule]
+    p, fmt = nn.Parameter(weights(700)), get_format(name)
+    w, state = p.detach().clone(), [torch.zeros(700) for _ in range(kept)]
+    optimizer = make([p], name, 0.5, floor_octaves=floor_octaves)
+    for t in range(1, 9):
+        p.grad = weights(700, seed=t)
+        amax = w.abs().amax().double()
+        scale = compute_scale(amax, fmt).double()
+        floor = stiffness_floor(amax / scale, fmt, floor_octaves=floor_octaves)
+        n = LineNumbers(*(torch.as_tensor(x).to(w) for x in line_numbers(fmt, floor)))
+        w = plain(w, p.grad, state, t, n, scale.to(w))
+        optimizer.step()
+        assert same(p.detach(), w), t
+    found = [x for x in optimizer.state[p].values() if torch.is_tensor(x)]
+    assert all(map(same, found, state))
+
+
+@every_rule
+def test_parts_change_no_bit(make, monkeypatch):
+    def run(size):
+        monkeypatch.setattr(optim, "CHUNK", size)
+        p = nn.Parameter(weights(37, 41))
+        optimizer = make([p])
+        for seed in range(1, 5):
+            p.grad = weights(37, 41, seed=seed)
+            optimizer.step()
+        return [p.detach(), *(x for x in optimizer.state[p].values() if torch.is_tensor(x))]
+
+    for size in (64, 256, 1024):
+        assert all(map(torch.equal, run(size), run(1 << 17))), size

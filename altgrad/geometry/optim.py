@@ -20,7 +20,7 @@ from torch import Tensor
 from ..basics import InputError, unknown
 from ..numbers.blocks import BlockScales, block_scales
 from ..numbers.formats import FP8Format, get_format
-from ..numbers.kernels import rounding_key, uniform
+from ..numbers.kernels import CHUNK, draw_range, rounding_key, words_of
 from ..numbers.scaling import compute_scale, spread
 from .spacing import (STEPPED, LineNumbers, check_sign_magnitude, floor_at,
                                       formula_numbers, from_line, line_numbers, raw_stiffness,
@@ -43,7 +43,7 @@ class Job(NamedTuple):
     g: Tensor  # the gradient
     moments: list[Tensor]  # to be changed in place
     grid: Tensor | None  # the parameter's row of `grid_numbers`
-    spare: Tensor | None  # memory of the size of `w`, for what one pass leaves to the next
+    spare: Tensor | None  # memory for what one pass leaves to the next: as `w`, or rows of it
     on_grid: bool = False  # whether the parameter's storage will round `w`
 
 # %% ../../nbs/geometry/04_optim.ipynb #6c13f510
@@ -148,10 +148,10 @@ class GeometryOptimizer(torch.optim.Optimizer):
         "Return the names of the full-size tensors in a parameter's state; they start as zeros."
         raise NotImplementedError
 
-    def needs_spare(self, group: dict[str, Any]) -> bool:
-        """Return whether the passes of a step need memory in between;
-        all parameters of a group take turns with it, and it is freed after the step."""
-        return False
+    def needs_spare(self, group: dict[str, Any]) -> int:
+        """Return how many tensors the passes of a step need in between: for more than one they
+        are rows. All parameters of a group take turns with them; they are freed after the step."""
+        return 0
 
     def grid_numbers(self, group: dict[str, Any], parameters: list[Tensor]) -> Tensor | list[None]:
         "Return the numbers of each parameter's grid that `move` needs, a row for each."
@@ -177,10 +177,7 @@ class GeometryOptimizer(torch.optim.Optimizer):
         if _nonfinite([p.grad for p in chain(*careful)]): return loss
         for group, parameters in work:
             if not parameters: continue
-            spare = None
-            if self.needs_spare(group):
-                largest = max(parameters, key=torch.numel)
-                spare = torch.empty(largest.numel(), dtype=largest.dtype, device=largest.device)
+            spare = _spare(self.needs_spare(group), max(parameters, key=torch.numel))
             for p, grid in zip(parameters, _grid_numbers(self, group, parameters)):
                 _update(self, group, p, grid, spare)
         return loss
@@ -195,6 +192,12 @@ def _grid_numbers(
     rows = iter(optimizer.grid_numbers(group, together) if together else [])
     for p, alone in zip(parameters, apart):
         yield _of_elements(optimizer.grid_numbers(group, [p]), p) if alone else next(rows)
+
+def _spare(rows: int, largest: Tensor) -> Tensor | None:
+    "Memory for so many tensors like the largest, each a row; for one the row itself."
+    if not rows: return None
+    shape = (largest.numel(),) if rows == 1 else (rows, largest.numel())
+    return torch.empty(shape, dtype=largest.dtype, device=largest.device)
 
 def _moving(group: dict[str, Any]) -> list[Any]:
     "The parameters of a group that have a gradient."
@@ -218,7 +221,7 @@ def _update(
         if name not in state: state[name] = torch.zeros(p.shape, dtype=w.dtype, device=w.device)
     state["step"] = state.get("step", 0) + 1
     moments = [state[name].view(-1) for name in optimizer.moments(group)]
-    if spare is not None: spare = spare[: w.numel()].to(w)
+    if spare is not None: spare = spare[..., : w.numel()].to(w)
     job = Job(w, p.grad.reshape(-1), moments, None if grid is None else grid.to(w), spare, on_grid)
     optimizer.move(job, group, state)
     if on_grid: write(p, w.view(p.shape), before)
@@ -259,13 +262,31 @@ def on_grids(
 @lru_cache
 def _compiled(function: Callable) -> Callable: return torch.compile(function, dynamic=True)
 
-def _run(group: dict[str, Any], function: Callable, *args):
-    "One pass."
-    return (_compiled(function) if group["compiled"] else function)(*args)
-
 @lru_cache(maxsize=256)
 def _constants(dtype: torch.dtype, device: torch.device, *values: float) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
+
+# %% ../../nbs/geometry/04_optim.ipynb #5d0c1e74
+class _Coins(NamedTuple):
+    "Where a pass finds its random numbers."
+    key: int | Tensor  # as `words_of` takes it
+    start: int = 0  # the number of its first element
+
+def _part(x: Any, start: int, size: int, whole: int) -> Any:
+    "What an argument of a pass is for a part of the elements."
+    if isinstance(x, _Coins): return x._replace(start=start)
+    if not isinstance(x, Tensor) or not x.dim() or x.shape[-1] != whole: return x
+    return x.narrow(-1, start, size)
+
+# %% ../../nbs/geometry/04_optim.ipynb #91b3f2aa
+def _run(group: dict[str, Any], function: Callable, w: Tensor, *args, whole: bool = False):
+    """One pass over `w` and what is of its length; outside of compiled code part by part if it
+    is not to be `whole`, and what a part returns is lost."""
+    if group["compiled"]: return _compiled(function)(w, *args)
+    size = CHUNK if w.device.type == "cpu" and not whole else len(w)
+    if len(w) <= size: return function(w, *args)
+    for start in range(0, len(w), size):
+        function(*(_part(x, start, min(size, len(w) - start), len(w)) for x in (w, *args)))
 
 # %% ../../nbs/geometry/04_optim.ipynb #8e1222f9
 def _numbers(w: Tensor, *values: float) -> Tensor:
@@ -293,7 +314,7 @@ def stiffness_numbers(grids: Grids, group: dict[str, Any]) -> Tensor:
 
 # %% ../../nbs/geometry/04_optim.ipynb #89c22b4b
 # those with an operation of their own
-_POWERS = {1.0: "clone", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 2.0: "square"}
+_POWERS = {1.0: "positive", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal", 2.0: "square"}
 
 def _factor(w: Tensor, numbers: Tensor, formula: str, special: str | None) -> Tensor:
     "(S / max S)^power of the weights `w`."
@@ -305,20 +326,44 @@ def _factor(w: Tensor, numbers: Tensor, formula: str, special: str | None) -> Te
 def _bend(
     x: Tensor, w: Tensor, out: Tensor, numbers: Tensor, formula: str, special: str | None,
     normalize: bool,
-) -> Tensor:
-    """Puts `x` times the factor into `out`;
-    what brings that to the RMS length of `x` (1 without `normalize`)."""
+) -> Any:
+    """Puts `x` times the factor into `out`; what brings that to the RMS length of `x`
+    (1 without `normalize`). If `out` has rows, it leaves the squares for that in them."""
     factor = _factor(w, numbers, formula, special)
+    if out.dim() > 1: return _leave(x, factor, *out)
     out.copy_(x * factor)
     if not normalize: return torch.ones_like(numbers[0])
     # one loop: sums over `out` would need another
-    ratio = (x.square().sum() / (x.square() * factor.square()).sum()).sqrt()
+    return _ratio(x.square().sum(), (x.square() * factor.square()).sum())
+
+def _ratio(before: Tensor, after: Tensor) -> Tensor:
+    "What brings a tensor from one sum of squares to another; 1 where nothing does."
+    ratio = (before / after).sqrt()
     return torch.where(ratio.isfinite(), ratio, 1.0)
+
+def _leave(x: Tensor, factor: Tensor, out: Tensor, before: Tensor, after: Tensor) -> None:
+    "Puts `x` times the factor into `out`, and beside it the squares whose sums are to be taken."
+    torch.mul(x, factor, out=out)
+    torch.square(x, out=before)
+    torch.mul(before, factor.square_(), out=after)
 
 # %% ../../nbs/geometry/04_optim.ipynb #ecb923d3
 def _how_to_bend(group: dict[str, Any]) -> tuple:
     "The arguments of `_bend` after its tensors."
     return group["formula"], _POWERS.get(group["power"]), group["normalize"]
+
+def _rows_to_bend(group: dict[str, Any]) -> int:
+    "How many tensors `_bend` leaves: outside of compiled code the squares, too."
+    return 3 if group["normalize"] and not group["compiled"] else 1
+
+def _run_bend(group: dict[str, Any], function: Callable, w: Tensor, *args) -> tuple:
+    "A pass that ends with `_bend`: what it left in the spare memory, and the ratio."
+    how, spare = _how_to_bend(group), args[-2]
+    # of exp2 the last bit depends on an element's place, so that parts would change it
+    ratio = _run(group, function, w, *args, *how, whole=how[1] is None)
+    if spare.dim() == 1: return spare, _numbers(w, 1.0)[0] if ratio is None else ratio
+    out, before, after = spare
+    return out, _ratio(before.sum(), after.sum())
 
 # %% ../../nbs/geometry/04_optim.ipynb #79114eb3
 def _check_stiffness(group: dict[str, Any]) -> None:
@@ -349,12 +394,13 @@ def _adam(g: Tensor, m: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
     _, rate, rest1, beta2, rest2, root, eps = numbers.unbind()
     m.lerp_(g, rest1)
     v.mul_(beta2).addcmul_(rest2 * g, g)
-    return rate * m / (v.sqrt() / root + eps)
+    return (rate * m).div_(v.sqrt().div_(root).add_(eps))
 
 # %% ../../nbs/geometry/04_optim.ipynb #2db7dabb
-def _adam_pass(w, g, ratio, m, v, numbers):
-    "AdamW for the gradient `g * ratio`."
-    w.mul_(numbers[0]).add_(_adam(g * ratio, m, v, numbers))
+def _adam_pass(w, g, m, v, numbers):
+    w.mul_(numbers[0]).add_(_adam(g, m, v, numbers))
+
+def _scaled_adam_pass(w, g, ratio, m, v, numbers): _adam_pass(w, g * ratio, m, v, numbers)
 
 def _bent_adam_pass(w, g, m, v, numbers, *bend):
     "AdamW's step times the factor; the ratio of their lengths."
@@ -409,19 +455,21 @@ class StiffnessAdamW(GeometryOptimizer):
         if group["power"] == 0: return super().grid_numbers(group, parameters)
         return stiffness_numbers(grids_of(group, parameters), group)
 
-    def needs_spare(self, group: dict[str, Any]) -> bool: return group["power"] != 0
+    def needs_spare(self, group: dict[str, Any]) -> int:
+        return _rows_to_bend(group) if group["power"] else 0
 
     def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         w, g, moments, grid, spare, _ = job
-        numbers, how = _adam_numbers(w, group, state["step"]), (spare, grid, *_how_to_bend(group))
-        if group["power"] == 0:
-            _run(group, _adam_pass, w, g, _numbers(w, 1.0)[0], *moments, numbers)
+        numbers = _adam_numbers(w, group, state["step"])
+        if group["power"] == 0: _run(group, _adam_pass, w, g, *moments, numbers)
         elif group["placement"] == "gradient":
-            ratio = _run(group, _bend, g, w, *how)
-            _run(group, _adam_pass, w, spare, ratio, *moments, numbers)
+            bent, ratio = _run_bend(group, _bend, g, w, spare, grid)
+            _run(group, _scaled_adam_pass, w, bent, ratio, *moments, numbers)
         elif group["placement"] == "update":
-            ratio = _run(group, _bent_adam_pass, w, g, *moments, numbers, *how)
-            _run(group, _decay_and_add_pass, w, spare, ratio, numbers)
+            bent, ratio = _run_bend(
+                group, _bent_adam_pass, w, g, *moments, numbers, spare, grid
+            )
+            _run(group, _decay_and_add_pass, w, bent, ratio, numbers)
         else: raise unknown("placement", group["placement"], PLACEMENTS)
 
 # %% ../../nbs/geometry/04_optim.ipynb #df120454
@@ -472,16 +520,14 @@ class StiffnessSGD(GeometryOptimizer):
     def grid_numbers(self, group: dict[str, Any], parameters: list[Tensor]) -> Tensor:
         return stiffness_numbers(grids_of(group, parameters), group)
 
-    def needs_spare(self, group: dict[str, Any]) -> bool: return True
+    def needs_spare(self, group: dict[str, Any]) -> int: return _rows_to_bend(group)
 
     def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         w, g, moments, grid, spare, _ = job
         numbers = _numbers(w, -group["lr"], group["weight_decay"], group["momentum"])
         buffer = moments[0] if moments else None
-        ratio = _run(
-            group, _bent_sgd_pass, w, g, buffer, numbers, spare, grid, *_how_to_bend(group)
-        )
-        _run(group, _descend_pass, w, spare, ratio, numbers)
+        bent, ratio = _run_bend(group, _bent_sgd_pass, w, g, buffer, numbers, spare, grid)
+        _run(group, _descend_pass, w, bent, ratio, numbers)
 
 # %% ../../nbs/geometry/04_optim.ipynb #6417e330
 class _Line(NamedTuple):
@@ -508,23 +554,24 @@ def _unpack_line(numbers: Tensor) -> _Line:
 # %% ../../nbs/geometry/04_optim.ipynb #248af787
 def _code_gradient(w: Tensor, g: Tensor, at: _Line) -> Tensor:
     "The gradient in the code coordinate, S g."
-    return (
-        raw_stiffness((w * at.inverse).abs(), at.line.unit, at.line.floor, at.line.high)
-        * at.scale
-        * g
-    )
+    a = (w * at.inverse).abs_()
+    return raw_stiffness(a, at.line.unit, at.line.floor, at.line.high).mul_(at.scale).mul_(g)
 
 # %% ../../nbs/geometry/04_optim.ipynb #cb25f4c1
-def _walk(w: Tensor, step: Tensor, at: _Line) -> Tensor:
+def _walk(w: Tensor, step: Tensor, at: _Line, floored: bool) -> Tensor:
     "From `w` by `step` along the line; the result is in units of the format."
     u = w * at.inverse
-    psi = to_line(u.abs(), at.line).copysign(u) + step
-    return from_line(psi.abs(), at.line).copysign(psi)
+    psi = to_line(u.abs(), at.line, floored).copysign_(u).add_(step)
+    return from_line(psi.abs(), at.line, floored).copysign_(psi)
 
-def _riemannian_pass(w, g, m, v, numbers, line):
+def _riemannian_pass(w, g, m, v, numbers, line, floored):
     at = _unpack_line(line)
     step = _adam(_code_gradient(w, g, at), m, v, numbers)
-    w.copy_(_walk(w * numbers[0], step, at) * at.scale)
+    w.copy_(_walk(w * numbers[0], step, at, floored).mul_(at.scale))
+
+def _has_floor(group: dict[str, Any]) -> bool:
+    "Return whether a group asks for a floor under the stiffness."
+    return group["floor_octaves"] is not None or group["damping"] > 0
 
 # %% ../../nbs/geometry/04_optim.ipynb #56d9de88
 class RiemannianAdamW(GeometryOptimizer):
@@ -563,15 +610,15 @@ class RiemannianAdamW(GeometryOptimizer):
     def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
         _run(
             group, _riemannian_pass, job.w, job.g, *job.moments,
-            _adam_numbers(job.w, group, state["step"]), job.grid,
+            _adam_numbers(job.w, group, state["step"]), job.grid, _has_floor(group),
         )
 
 # %% ../../nbs/geometry/04_optim.ipynb #d6cde9e0
 def _madam_pass(w, g, v, limit, numbers):
     rate, beta, rest, correction, eps, bound = numbers.unbind()
     v.mul_(beta).addcmul_(rest * g, g)
-    move = (g / ((v / correction).sqrt() + eps)).clamp(-bound, bound)
-    w.mul_(torch.exp(rate * move * w.sign())).clamp_(-limit, limit)
+    move = (g / (v / correction).sqrt_().add_(eps)).clamp_(min=-bound).clamp_(max=bound)
+    w.mul_(move.mul_(rate).mul_(w.sign()).exp_()).clamp_(min=-limit).clamp_(max=limit)
 
 # %% ../../nbs/geometry/04_optim.ipynb #53329c3f
 class Madam(GeometryOptimizer):
@@ -615,28 +662,32 @@ class Madam(GeometryOptimizer):
 # whether weights are rounded to codes, and whether stochastically
 RUNG_ROUNDING = {"nearest": (True, False), "stochastic": (True, True), "none": (False, False)}
 
-def _rung_pass(w, g, buffer, momentum, line):
-    "Updates the momentum in code space; one over its RMS."
+def _rung_pass(w, g, buffer, momentum, line, squares=None):
+    "Updates the momentum in code space; one over its RMS, or its squares into memory for them."
     buffer.mul_(momentum).add_(_code_gradient(w, g, _unpack_line(line)))
-    return buffer.square().mean().rsqrt()
+    if squares is None: return buffer.square().mean().rsqrt()
+    torch.square(buffer, out=squares)
 
 # %% ../../nbs/geometry/04_optim.ipynb #d58d43e4
-def _round_to_codes(u: Tensor, at: _Line, key: Tensor | None) -> Tensor:
-    "`u` rounded to a value of the format: stochastically with a key, else to nearest."
+def _round_to_codes(u: Tensor, at: _Line, coins: _Coins | None) -> Tensor:
+    "`u` rounded to a value of the format: stochastically with coins, else to nearest."
     spacing = raw_stiffness(u.abs(), at.line.unit, at.low, at.line.high)
     steps = u / spacing
-    if key is None: return steps.round() * spacing
-    whole = steps.floor()
-    return torch.where(uniform(u.shape, key, u.device) < steps - whole, whole + 1, whole) * spacing
+    if coins is None: return steps.round_().mul_(spacing)
+    whole, words = steps.floor(), words_of(coins.key)
+    start = 0 if torch.compiler.is_compiling() else coins.start  # a number that is not a symbol
+    noise = draw_range(start, start + len(u), words, 24, u.device)
+    up = (noise - steps.sub_(whole)).sign_().clamp_(max=0)  # -1 where the noise is smaller
+    return whole.sub_(up).mul_(spacing)
 
 # %% ../../nbs/geometry/04_optim.ipynb #9f6fa78e
-def _climb_pass(w, buffer, length, numbers, line, key, rounded):
+def _climb_pass(w, buffer, length, numbers, line, coins, rounded, floored):
     keep, rate, clip = numbers.unbind()
     at = _unpack_line(line)
-    rungs = buffer * length * rate
-    rungs = torch.where(rungs == rungs, rungs, 0.0).clamp(-clip, clip)  # NaN stays where it is
-    u = _walk(w * keep, rungs, at)
-    w.copy_((_round_to_codes(u, at, key) if rounded else u) * at.scale)
+    rungs = (buffer * length).mul_(rate)
+    rungs.nan_to_num_(0.0, torch.inf, -torch.inf)  # NaN stays where it is
+    u = _walk(w * keep, rungs.clamp_(min=-clip).clamp_(max=clip), at, floored)
+    w.copy_((_round_to_codes(u, at, coins) if rounded else u).mul_(at.scale))
 
 # %% ../../nbs/geometry/04_optim.ipynb #390210c9
 class GridSGD(GeometryOptimizer):
@@ -677,21 +728,29 @@ class GridSGD(GeometryOptimizer):
     def grid_numbers(self, group: dict[str, Any], parameters: list[Tensor]) -> Tensor:
         return _line_numbers(grids_of(group, parameters), group)
 
+    def needs_spare(self, group: dict[str, Any]) -> int: return 0 if group["compiled"] else 1
+
+    def _coins(self, w: Tensor, group: dict[str, Any], state: dict[str, Any]) -> _Coins:
+        "The random numbers of a parameter's step."
+        state.setdefault("number", len(self.state))  # so that no two draw the same
+        key = rounding_key(group["seed"], state["step"], state["number"])
+        # compiled code must not depend on its value
+        return _Coins(torch.tensor(key, device=w.device) if group["compiled"] else key)
+
     def move(self, job: Job, group: dict[str, Any], state: dict[str, Any]) -> None:
-        w, g, moments, grid, _, on_grid = job
-        key = None
+        w, g, moments, grid, spare, on_grid = job
         rounded, stochastic = (False, False) if on_grid else RUNG_ROUNDING[group["rounding"]]
-        if stochastic:
-            # of the parameter, so that no two draw the same
-            state.setdefault("number", len(self.state))
-            key = torch.tensor(
-                rounding_key(group["seed"], state["step"], state["number"]), device=w.device
-            )
-        length = _run(group, _rung_pass, w, g, *moments, _numbers(w, group["momentum"])[0], grid)
+        coins = self._coins(w, group, state) if stochastic else None
+        momentum = _numbers(w, group["momentum"])[0]
+        length = _run(group, _rung_pass, w, g, *moments, momentum, grid, spare)
+        if spare is not None: length = spare.mean().rsqrt()
         numbers = _numbers(
             w, 1 - group["lr"] * group["weight_decay"], -group["lr"], group["rung_clip"]
         )
-        _run(group, _climb_pass, w, *moments, length, numbers, grid, key, rounded)
+        _run(
+            group, _climb_pass, w, *moments, length, numbers, grid, coins, rounded,
+            _has_floor(group),
+        )
 
 # %% ../../nbs/geometry/04_optim.ipynb #c42bc246
 @dataclass(frozen=True, eq=False)
@@ -728,7 +787,7 @@ def _move_gradient(
     w, bent = w.clone(), torch.empty_like(w)
     m, v = moments
     ratio = _bend_rows(g, w, bent, grid).unsqueeze(1)
-    _adam_pass(w, bent, ratio, m, v, _columns(numbers))
+    _scaled_adam_pass(w, bent, ratio, m, v, _columns(numbers))
     return w
 
 # %% ../../nbs/geometry/04_optim.ipynb #87f644f2
@@ -737,7 +796,7 @@ def _move_riemannian(
 ) -> Tensor:
     w = w.clone()
     m, v = moments
-    _riemannian_pass(w, g, m, v, _columns(numbers), _columns(grid))
+    _riemannian_pass(w, g, m, v, _columns(numbers), _columns(grid), True)
     return w
 
 # %% ../../nbs/geometry/04_optim.ipynb #fd5756e2
@@ -754,7 +813,7 @@ def _move_grid_sgd(
 ) -> Tensor:
     w = w.clone()
     length = _rung_rows(w, g, moments[0], numbers[:, 3], grid).unsqueeze(1)
-    _climb_pass(w, moments[0], length, _columns(numbers)[:3], _columns(grid), None, False)
+    _climb_pass(w, moments[0], length, _columns(numbers)[:3], _columns(grid), None, False, True)
     return w
 
 # %% ../../nbs/geometry/04_optim.ipynb #a95408ee
