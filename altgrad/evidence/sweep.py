@@ -578,8 +578,9 @@ _TRIM, _MMAP = -1, -3  # what glibc's mallopt calls the sizes from which on memo
 def _keep_memory() -> None:
     "Let this process keep up to 256 MB that it frees, where the C library can be told so."
     if sys.platform != "linux": return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    for what, size in ((_MMAP, 1 << 25), (_TRIM, 1 << 28)) if mallopt else (): mallopt(what, size)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None: return  # as in musl
+    for what, size in ((_MMAP, 1 << 25), (_TRIM, 1 << 28)): mallopt(what, size)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #63cace48
 _WORKER: dict[str, Any] = {}  # of a worker process: its bench, and the set-up that it was made from
