@@ -237,3 +237,23 @@ def test_a_folder_whose_name_is_not_utf8_takes_a_ledger_and_gives_it_back(tmp_pa
     compact(rows, odd / "ledger.parquet")
     assert [p.name for p in odd.iterdir()] == ["ledger.parquet"]
     assert read_rows(odd) == rows
+
+
+FAULTS = """
+import ctypes, resource, torch
+from altgrad.evidence.sweep import start_bench
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50): torch.ones(2**18) + 1  # 1 MB each
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+start_bench(("checkpoints",))
+faults()
+print(faults() if hasattr(ctypes.CDLL(None), "mallopt") else 0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of others is not told")
+def test_a_worker_keeps_the_memory_that_it_frees():
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 256  # pages of one of the fifty: the others are not new

@@ -42,7 +42,7 @@ from ..geometry.outside import is_full, sources_of, use_rule, use_storage
 from ..geometry.keeping import pack
 from ..geometry.rivals.moments import MOMENTS
 from ..geometry.spacing import formula_numbers
-from ..geometry.storage import get_storage, make_grid_tensor
+from ..geometry.storage import get_storage, make_grid_tensor, write, write_all
 from ..model.gpt import GPT, GPTConfig, loss_of
 from ..model.points import LayerPrecisionRule, Precision, PrecisionConfig, read_precision
 from ..model.surgery import quantize_model
@@ -539,6 +539,24 @@ def row_identity(
     keys = [f.name for f in fields(Arm)] + list(made)
     return {key: row[key] for key in keys if row.get(key) not in (None, LATER.get(key))}
 
+# %% ../../nbs/evidence/00_instrument.ipynb #1fddb095
+def _looks_back(rule: torch.optim.Optimizer) -> bool:
+    "Return whether a rule takes note of what became of a weight as soon as it is stored."
+    mine = getattr(type(rule), "stored", None)
+    return mine not in (None, optim.GeometryOptimizer.stored)
+
+@contextmanager
+def _together(rule: torch.optim.Optimizer) -> Iterator[None]:
+    "What the rule hands to the grids is written at the end, all of it at once."
+    waiting: list[tuple] = []
+    def wait(to, w, before=None): waiting.append((to, w, before))
+    alone = _looks_back(rule) or optim.write is not write  # or somebody looks at each of them
+    if not alone: optim.write = wait
+    try: yield
+    finally:
+        if not alone: optim.write = write
+    write_all(waiting)
+
 # %% ../../nbs/evidence/00_instrument.ipynb #4e139960
 class Weights:
     "The trained weights: what the model multiplies with, and what the rule updates."
@@ -566,7 +584,7 @@ class Weights:
         if self.on_grid:
             grids = [
                 make_grid_tensor(
-                    p, arm.format, arm.storage, arm.seed, number, self.granularity
+                    p, arm.format, arm.storage, arm.seed, number, self.granularity, counted=False
                 )
                 for number, p in enumerate(self.used)
             ]
@@ -582,7 +600,7 @@ class Weights:
         "One step of the rule with the gradients of what was used."
         if not self.on_grid: return rule.step()
         for p, grid in zip(self.used, self.stored): grid.grad = p.grad
-        rule.step()
+        with _together(rule): rule.step()
         self.decode()
 
     @torch.no_grad()

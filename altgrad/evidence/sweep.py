@@ -10,6 +10,7 @@ __all__ = ['AXES', 'MOST_ARMS', 'MOST_RUNS', 'MOST_RATES', 'Losses', 'COLUMNS', 
            'beside', 'find_row', 'same_cpu', 'replay', 'agreement']
 
 # %% ../../nbs/evidence/01_sweep.ipynb #77055950
+import ctypes
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ import os
 import signal
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -570,6 +572,16 @@ def _html(ledger: Ledger) -> str:
     arms, picture = _arms(rows)
     return html_card(title, {"rows": f"{len(rows):,}", **counts, "failed": failed, **arms}, picture)
 
+# %% ../../nbs/evidence/01_sweep.ipynb #8ce64c82
+_TRIM, _MMAP = -1, -3  # what glibc's mallopt calls the sizes from which on memory is handed back
+
+def _keep_memory() -> None:
+    "Let this process keep up to 256 MB that it frees, where the C library can be told so."
+    if sys.platform != "linux": return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None: return  # as in musl
+    for what, size in ((_MMAP, 1 << 25), (_TRIM, 1 << 28)): mallopt(what, size)
+
 # %% ../../nbs/evidence/01_sweep.ipynb #63cace48
 _WORKER: dict[str, Any] = {}  # of a worker process: its bench, and the set-up that it was made from
 
@@ -579,6 +591,7 @@ def start_bench(
     "Make a worker process's bench, for one thread, unless it is there."
     if _WORKER.get("setup") != setup:
         torch.set_num_threads(1)
+        _keep_memory()
         _WORKER["bench"], _WORKER["setup"] = Bench(*setup), setup
     return _WORKER["bench"]
 
