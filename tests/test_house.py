@@ -102,8 +102,10 @@ def test_importing_the_package_alone_loads_nothing():
 # what was public before there were floors: old module -> new module -> its names
 MOVED = json.loads((ROOT / "tests/moved.json").read_text(encoding="utf-8"))
 # and what is so no more: residual bits and first guesses are columns of the catalogue, the
-# explorer's rules are `WALKS`, and a contrast's range over rates took the place of slopes on tuning
-GONE = {"storage.RESIDUAL_BITS", "stability.GUESSES", "explorer.RULES", "evidence.slopes_on_tuning"}
+# explorer's rules are `WALKS`, a contrast's range over rates took the place of slopes on tuning, and
+# no compiled kernel takes a tensor in pieces
+GONE = {"storage.RESIDUAL_BITS", "stability.GUESSES", "explorer.RULES", "evidence.slopes_on_tuning",
+        "statistics.PIECE"}
 STAYED = {"cli"}
 
 
