@@ -550,9 +550,9 @@ def native_call(
 _ONE = {dtype: torch.ones(1, dtype=dtype) for dtype in (torch.float32, torch.float64)}
 
 def native_scale(
-    x: Tensor,  # contiguous, as `flat_of` returns it
-    scale: Tensor | None,  # from `flat_of`
-) -> Tensor | None:  # one number for each row; None: the scales are not of rows
+    x: Tensor,  # [n] or [rows, n], contiguous, as `flat_of` returns it
+    scale: Tensor | None,  # from `flat_of`: scalar or [rows, 1]
+) -> Tensor | None:  # [rows]; None: the scales are not of rows
     "Return the scales as the kernels in C++ read them."
     if scale is None: return _ONE[torch.float64 if x.dtype == torch.float64 else torch.float32]
     if scale.numel() == 1 or scale.shape == (len(x), 1): return scale.reshape(-1).contiguous()

@@ -462,7 +462,9 @@ def why_not(
 # %% ../../nbs/numbers/11_native.ipynb #354c567c
 state: dict[str, Any] = {"library": None, "build": None, "looked": ""}  # looked: where nothing was found
 
-def load_library(path: Path) -> Any:
+def load_library(
+    path: Path,  # of a library that was built
+) -> Any:
     "Return the library with the types of its functions."
     library = ctypes.CDLL(str(path))
     tensor, size = ctypes.c_void_p, ctypes.c_int64
@@ -523,7 +525,11 @@ def spans(
         yield (0, 1, a, n) if rows == 1 else (a, n, 0, length)
 
 # %% ../../nbs/numbers/11_native.ipynb #24f853b9
-def in_parts(rows: int, length: int, part: Callable[..., None]) -> None:
+def in_parts(
+    rows: int,
+    length: int,  # of a row
+    part: Callable[..., None],  # is given a span
+) -> None:
     "Call `part` with the spans of a tensor, in threads where it is large."
     many = torch.get_num_threads() if rows * length >= SHARED else 1
     if many == 1: return part(0, rows, 0, length)
@@ -533,7 +539,10 @@ def in_parts(rows: int, length: int, part: Callable[..., None]) -> None:
     for one in waiting: one.result()
 
 # %% ../../nbs/numbers/11_native.ipynb #5898fb42
-def kind_of_kernel(dtype: torch.dtype, wide: bool) -> str:
+def kind_of_kernel(
+    dtype: torch.dtype,  # float32 or float64
+    wide: bool,  # whether float32 is rounded in float64
+) -> str:
     "Return the types of a kernel, as its name says them."
     if dtype == torch.float64: return "float64"
     return "float32_wide" if wide else "float32"
@@ -546,9 +555,9 @@ def _shifted(call: Call, by: int) -> Call:
 def round_rows(
     library: Any,  # from `build_library`
     kind: str,  # from `kind_of_kernel`
-    x: Tensor,  # float32 or float64, contiguous, not empty
-    out: Tensor,  # of the same dtype and size, other memory
-    scale: Tensor,  # of the same dtype, contiguous: one for each row, and as many rows
+    x: Tensor,  # float32 or float64 of any shape, contiguous, not empty
+    out: Tensor,  # of the same dtype and shape, other memory
+    scale: Tensor,  # [rows], of the same dtype, contiguous
     inverse: float,  # by which is multiplied where `call` does not divide
     grid: Grid,
     call: Call,
@@ -566,7 +575,14 @@ def round_rows(
 
 # %% ../../nbs/numbers/11_native.ipynb #eb3f18f5
 def count_rows(
-    library: Any, kind: str, x: Tensor, out: Tensor, scale: Tensor, inverse: float, grid: Grid, call: Call,
+    library: Any,  # these as in `round_rows`
+    kind: str,
+    x: Tensor,  # of any shape
+    out: Tensor,  # of the same shape
+    scale: Tensor,  # [rows]
+    inverse: float,
+    grid: Grid,
+    call: Call,
     places: Places,  # of the format's bins
     histogram: bool,  # whether bins are counted
 ) -> tuple[Tensor, Tensor | None]:  # float64: over, under, nan, inf, squared error, squares, amax; int64 [bins]
@@ -596,9 +612,9 @@ def _merged(sums: list[Sums], bins: list[Tensor]) -> tuple[Tensor, Tensor | None
 # %% ../../nbs/numbers/11_native.ipynb #0d6e5dd0
 def watch_rows(
     library: Any,
-    x: Tensor,  # float32, contiguous, not empty
-    y: Tensor,  # of the same size: gets `x` on the grid, or has it
-    scale: Tensor,  # float32, contiguous: one for each row
+    x: Tensor,  # float32 of any shape, contiguous, not empty
+    y: Tensor,  # of the same shape: gets `x` on the grid, or has it
+    scale: Tensor,  # [rows], float32, contiguous
     inverse: float,  # by which is multiplied where `call` does not divide
     grid: Grid | None,  # None: `y` is rounded already
     call: Call,
@@ -622,9 +638,9 @@ def watch_rows(
 # %% ../../nbs/numbers/11_native.ipynb #bec3f15b
 def count_moved(
     library: Any,
-    before: Tensor,  # float32, contiguous, not empty
+    before: Tensor,  # float32 of any shape, contiguous, not empty
     after: Tensor,  # of the same shape
-    scales: tuple[Tensor, Tensor],  # before and after, float32, contiguous: one for each row
+    scales: tuple[Tensor, Tensor],  # before and after, [rows] each, float32, contiguous
     grid: Grid,
     call: Call,
 ) -> list[int]:  # as `Moved`
