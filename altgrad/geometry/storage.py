@@ -409,7 +409,7 @@ def _portions(writes: list[_Writing]) -> Iterator[list[_Writing]]:
 
 @torch.no_grad()
 def write_all(
-    writes: Iterable[_Writing],  # to, w and before, as `write` takes them; no grid twice
+    writes: Iterable[_Writing],  # to, w and before of any shape, as `write` takes them; no grid twice
 ) -> None:
     "Make several writes, those of small tensors together: the bits are those of `write`."
     found: dict[tuple | None, list[_Writing]] = {}
