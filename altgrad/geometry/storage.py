@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STORAGES', 'GridTensor', 'write', 'get_storage', 'grid_storages', 'make_grid_tensor', 'store_on_grid', 'grid_weights',
-           'plain_state', 'load_plain_state']
+           'whole_state', 'plain_state', 'load_plain_state']
 
 # %% ../../nbs/geometry/03_storage.ipynb #a07a0ed3
 from dataclasses import asdict
@@ -392,12 +392,20 @@ def grid_weights(model: nn.Module) -> dict[str, GridTensor]:
     "The parameters of a model that live on a grid, by qualified name."
     return {name: p.data for name, p in model.named_parameters() if isinstance(p.data, GridTensor)}
 
+# %% ../../nbs/geometry/03_storage.ipynb #b1ed76ac
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    "A model's state_dict, each weight on the grid as the one tensor that it is."
+    return {
+        name: value.detach() if isinstance(value, Tensor) else value
+        for name, value in model.state_dict(keep_vars=True).items()
+    }
+
 # %% ../../nbs/geometry/03_storage.ipynb #eb89923f
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
     """A model's state_dict with plain tensors only: a grid weight as `<name>.codes`,
     `.scale`, `.writes`, `.rescales`, and where it has them `.residual` and `.whole`."""
     grids, state = grid_weights(model), {}
-    for name, value in model.state_dict().items():
+    for name, value in whole_state(model).items():
         if name not in grids: state[name] = value
         else: state |= {f"{name}.{part}": value for part, value in grids[name].parts().items()}
     return state
