@@ -156,6 +156,44 @@ def test_one_after_the_other_is_all_at_once(rule):
     assert equal(everything(model, optimizer), everything(twin, at_once))
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("moments", (8, 32))
+@pytest.mark.parametrize("release", (False, True))
+def test_a_rule_for_matrices_leaves_the_rest_to_adamw(moments, release):
+    model = network()
+    settings = dict(lr=2e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    optimizer = altgrad.without_master(
+        model, torch.optim.Muon, moments=moments, release_gradients=release, momentum=0.9, **settings
+    )
+    twin = network()
+    usual = altgrad.without_master(twin, torch.optim.AdamW, lr=1.0)  # for its weights on the grid
+    usual.zero_grad()
+    on_grid = list(map(twin.get_parameter, grid_weights(twin)))
+    others = [p for p in twin.parameters() if not isinstance(p, GridTensor)]
+    kept = "dynamic8" if moments == 8 else "float32"
+    muon = with_moments(on_grids(torch.optim.Muon), kept)(on_grid, momentum=0.9, **settings)
+    adamw = with_moments(torch.optim.AdamW, kept)(others, lr=2e-3, weight_decay=0.05)
+    for step in range(4):
+        train(model, optimizer, range(step, step + 1))
+        x, y = batch(step)
+        nn.functional.cross_entropy(twin(x).flatten(0, 1), y.flatten()).backward()
+        for rule in (muon, adamw):
+            rule.step()
+            rule.zero_grad()
+    assert equal(everything(model, optimizer)[:12], everything(twin, muon)[:12])
+    assert equal([p for p in model.parameters() if not isinstance(p, GridTensor)], others)
+    assert [g.get("moved_by") for g in optimizer.param_groups] == [None, "AdamW"]
+    saved = reloaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    again = network()
+    rule = altgrad.without_master(
+        again, torch.optim.Muon, lr=1.0, moments=moments, release_gradients=release
+    )
+    again.load_state_dict(saved["model"])
+    rule.load_state_dict(saved["optimizer"])
+    assert train(model, optimizer, range(4, 6)) == train(again, rule, range(4, 6))
+    assert equal(everything(model, optimizer), everything(again, rule))
+
+
 def test_a_rule_that_knows_grids_is_torchs_adamw():
     found = []
     for rule, more in ((torch.optim.AdamW, {}), (StiffnessAdamW, dict(fmt="E4M3", power=0.0))):
@@ -236,7 +274,37 @@ def test_gradients_are_released():
         optimizer.zero_grad()
     train(model, usual, range(3))
     assert set(alive) == {None}
+    assert optimizer.releases_gradients and not usual.releases_gradients
     assert equal(everything(model, usual), everything(twin, optimizer))
+
+
+@pytest.mark.parametrize("granularity, extra", (("channel", 1 / 512), (32, 1 / 32), ("16", 1 / 16)))
+def test_scales_of_rows_and_blocks(granularity, extra):
+    model = nn.Sequential(nn.Linear(512, 64, bias=False), nn.Linear(64, 512, bias=False))
+    with torch.no_grad(): model[1].weight[0] *= 100
+    twin, start = copy.deepcopy(model), model[1].weight.detach().clone()
+    settings = dict(lr=1e-3, weight_decay=0.0, moments=32)
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, granularity=granularity, **settings)
+    altgrad.without_master(twin, torch.optim.AdamW, **settings)
+    assert str(granularity) in repr(model)
+    # beside a row that is a hundred times larger, a scale for all lets the others lose digits
+    lost = [(m[1].weight.dequantize() - start)[1:].abs().mean() for m in (model, twin)]
+    assert lost[0] < lost[1]
+    weight = model[0].weight
+    before = weight.data.latent()
+    (model(torch.ones(4, 512)) - 1).square().mean().backward()
+    optimizer.step()
+    moved = (before - weight.data.latent()) / 1e-3 * weight.grad.sign()
+    # a first step of AdamW is the rate; what the residual rounds away is right on average
+    assert abs(moved.mean() - 1) < 0.05
+    scale = model[0].weight.data.parts()["scale"]
+    assert scale.dtype == torch.uint8 and scale.numel() == extra * 512 * 64
+    with pytest.raises(InputError, match="was saved as E4M3, grid_residual4, .*, not E4M3, grid_resid"):
+        twin.load_state_dict(model.state_dict())
+    again = nn.Sequential(nn.Linear(512, 64, bias=False), nn.Linear(64, 512, bias=False))
+    altgrad.without_master(again, torch.optim.AdamW, granularity=granularity, **settings)
+    again.load_state_dict(reloaded(model.state_dict()))
+    assert equal(*[[t for g in grid_weights(m).values() for t in g.parts().values()] for m in (model, again)])
 
 
 def test_stall_watches_it():
@@ -627,6 +695,9 @@ def parts(model) -> list:
     (network, ADAMW, {"format": "bfloat16"}, "codes have 4, 6 or 8 bits, not bfloat16"),
     (network, ADAMW, {"bits": 3}, "unknown bits '3'; allowed: 0, 2, 4, 8"),
     (network, ADAMW, {"bits": False}, "unknown bits 'False'"),
+    (network, ADAMW, {"granularity": "row"}, "unknown granularity 'row'; allowed: tensor, channel"),
+    (network, ADAMW, {"granularity": 0}, "unknown granularity '0'"),
+    (lambda: network().double(), ADAMW, {"granularity": 32, "moments": 32}, "granularity 32 is for float32"),
     (network, ADAMW, {"moments": 16}, "unknown moments '16'; allowed: 8, 32"),
     (network, ADAMW, {"lr": -1.0}, "AdamW refuses: Invalid learning rate"),
     (network, ADAMW, {"rate": 1.0}, "AdamW refuses: .*'rate'"),

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 import altgrad
 from altgrad.basics import InputError
+from altgrad.geometry.layouts import export_weights
 from altgrad.geometry.storage import grid_weights
 from altgrad.model.without_master import BITS
 from test_without_master import equal, everything, network, reloaded, size_of, train
@@ -160,7 +161,7 @@ def test_a_state_of_whole_weights_is_still_read():
     (lambda s: s.pop("2.weight"), "the state of 2.weight has no codes"),
     (lambda s: [s.pop(k) for k in list(s) if "2.weight_" in k], "2.weight has no scale, writes"),
     (lambda s: s.update({"2.weight": s["2.weight"][:9]}), r"codes of 2.weight is torch.uint8 \[9\], not"),
-    (lambda s: s.update({"2.weight_residual": s["2.weight_residual"].float()}), "residual of 2.weight is torch.float32"),
+    (lambda s: s.update({"2.weight_residual": torch.ones(4096)}), "residual of 2.weight is torch.float32"),
 ), ids=("no scale", "no codes", "codes alone", "few codes", "another type"))
 def test_a_damaged_state_is_refused(damage, told):
     model = network()
@@ -177,3 +178,90 @@ def test_a_plain_layer_refuses_codes():
     altgrad.without_master(model, ADAMW, lr=1e-3)
     with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
         plain.load_state_dict(model.state_dict(), strict=False)
+
+
+# GPT-2, whose linear layers are [in, out]
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=32, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0,
+    ))
+
+
+def learn(model, optimizer, steps):
+    "Losses of counting."
+    losses = []
+    for step in range(steps):
+        tokens = (torch.arange(16) + torch.arange(step, step + 8)[:, None]) % 64
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_gpt2_learns_as_with_plain_weights():
+    plain, model = gpt2(), gpt2()
+    expected = learn(plain, ADAMW(plain.parameters(), lr=1e-3), 60)
+    optimizer = altgrad.without_master(model, ADAMW, lr=1e-3)
+    found = learn(model, optimizer, 60)
+    kinds = {type(m).__name__ for m in model.modules() if hasattr(m, "weight")}
+    assert kinds == {"Embedding", "LayerNorm", "GridConv1D", "Linear"}
+    assert len(grid_weights(model)) == 8 and expected[0] - expected[-1] > 1
+    # of a loss that falls by more than a nat; what the weights of a start lose in E4M3 is in it
+    assert sum(abs(a - b) for a, b in zip(found, expected)) / 60 < 0.05
+    assert "GridConv1D(E4M3, grid_residual4)" in repr(model)
+
+
+@pytest.mark.parametrize("dtype", (None, torch.bfloat16), ids=("float32", "autocast"))
+def test_a_product_is_that_of_a_conv1d_with_the_decoded_weight(dtype):
+    model, x = gpt2(), torch.randn(4, 8, 64, requires_grad=True)
+    altgrad.without_master(model, ADAMW, lr=1e-3)
+    layer, plain = model.transformer.h[0].mlp.c_fc, gpt2().transformer.h[0].mlp.c_fc
+    with torch.no_grad(): plain.weight.copy_(layer.weight.dequantize())
+    found = []
+    for each in (layer, plain):
+        x.grad = None
+        with torch.autocast("cpu", dtype, enabled=dtype is not None): y = each(x)
+        y.float().square().sum().backward()
+        found.append([y.detach(), x.grad, each.weight.grad, each.bias.grad])
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
+    assert layer.weight.shape == (64, 256) and equal(*found)
+
+
+def test_gpt2_saves_and_takes_plain_weights(tmp_path):
+    model, twin = gpt2(), gpt2()
+    optimizer, other = (altgrad.without_master(m, ADAMW, lr=1e-3) for m in (model, twin))
+    learn(model, optimizer, 2)
+    twin.load_state_dict(reloaded(model.state_dict()))
+    other.load_state_dict(reloaded(optimizer.state_dict()))
+    assert learn(model, optimizer, 2) == learn(twin, other, 2)
+    plain = {name: p.dequantize() if name in grid_weights(model) else p.data
+             for name, p in model.named_parameters()}
+    reader = gpt2()
+    reader.load_state_dict(plain, strict=False)
+    tokens = torch.arange(16)[None]
+    assert torch.equal(reader(tokens).logits, model(tokens).logits)
+    model.load_state_dict(gpt2().state_dict())  # begins afresh
+    fresh = gpt2()
+    altgrad.without_master(fresh, ADAMW, lr=1e-3)
+    for name, grid in grid_weights(fresh).items():
+        assert torch.equal(grid.codes, grid_weights(model)[name].codes)
+
+
+def test_blocks_of_a_conv1d_are_refused():
+    with pytest.raises(InputError, match="c_attn is a Conv1D, .* granularity must be tensor, not 32"):
+        altgrad.without_master(gpt2(), ADAMW, lr=1e-3, granularity=32)
+
+
+@pytest.mark.parametrize("layout", ("fp8", "compressed-tensors"))
+def test_no_layout_has_a_conv1d(layout, tmp_path):
+    model = gpt2()
+    altgrad.without_master(model, ADAMW, lr=1e-3)
+    with pytest.raises(InputError, match=f"c_attn.weight is that of a GridConv1D; {layout} holds those of nn.Linear"):
+        export_weights(model, tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()
