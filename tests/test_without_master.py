@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import accumulate
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from altgrad.geometry.optim import StiffnessAdamW, on_grids
 from altgrad.geometry.rivals.lion import Lion
 from altgrad.geometry.rivals.moments import is_packed, with_moments
 from altgrad.geometry.storage import GridTensor, grid_weights
+from altgrad.model import without_master
 from altgrad.model.gpt import loss_of
 from altgrad.model.without_master import BITS, GridLinear
 from old import NO_COMPILER
@@ -744,3 +746,82 @@ def test_weights_that_would_leave_the_grid_are_refused():
     plain = nn.Sequential(nn.Linear(64, 64)).state_dict()
     plain["0.weight"][3, 4] = float("nan")
     with pytest.raises(InputError, match="0.weight is not finite"): model.load_state_dict(plain)
+
+
+# a step in pieces
+
+
+def in_pieces(monkeypatch, size):
+    "Pieces of so many elements; 0: none."
+    if size: monkeypatch.setitem(without_master.PIECE, "cpu", size)
+    else: monkeypatch.setattr(without_master, "_in_pieces", lambda *_: False)
+
+
+RULES = (
+    (torch.optim.AdamW, {}), (torch.optim.AdamW, {"amsgrad": True, "maximize": True}),
+    (torch.optim.AdamW, {"fused": True}), (torch.optim.Adam, {"weight_decay": 0.1}),
+    (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.NAdam, {}), (torch.optim.RAdam, {}), (torch.optim.Adamax, {}),
+    (torch.optim.Adagrad, {}), (torch.optim.Adadelta, {}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}), (Lion, {}),
+)
+GRIDS = (
+    {"bits": 0}, {"bits": 2}, {"bits": 4}, {"bits": 8}, {"bits": 4, "granularity": 32},
+    {"bits": 0, "granularity": "channel"}, {"format": "float4_e2m1fn", "bits": 4, "granularity": 16},
+    {"format": "float6_e2m3fn", "bits": 2}, {"format": "float4_e2m1fn", "bits": 0}, {"format": "E7M0"},
+)
+
+
+@pytest.mark.parametrize("rule, settings", [*RULES, *((ADAMW, how) for how in GRIDS)])
+def test_the_pieces_are_those_of_a_whole_step(rule, settings, monkeypatch):
+    def run(size, release=False):
+        in_pieces(monkeypatch, size)
+        torch.manual_seed(3)
+        # 4800 elements: rows that end in the middle of a block of moments; and a large embedding
+        model = nn.Sequential(nn.Embedding(130, 48), nn.Linear(48, 100), nn.Linear(100, 48))
+        optimizer = altgrad.without_master(
+            model, rule, lr=0.03, **settings, release_gradients=release
+        )
+        for step in range(5):
+            x = torch.randint(130, (4, 8), generator=torch.Generator().manual_seed(step))
+            loss = model(x).square().sum() * (torch.nan if step == 3 else 1.0)
+            # weights grow beyond their scale, and once a gradient is not finite
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        monkeypatch.undo()
+        grids = list(grid_weights(model).values())
+        told = [g.how[key] for g in grids for key in ("counts", "nonfinite")]
+        return everything(model, optimizer) + told, grids
+    whole, grids = run(0)
+    if rule is ADAMW:
+        assert all(g.how["nonfinite"] > 0 for g in grids)
+        assert "format" in settings or all(g.rescales > 0 for g in grids)
+    for size, release in ((300, True), (1 << 15, False)):
+        # a NaN is one wherever it comes from
+        found = [t.nan_to_num(7.0) for t in run(size, release)[0]]
+        assert equal([t.nan_to_num(7.0) for t in whole], found)
+
+
+def most_of_a_step(release: bool) -> float:
+    "The most bytes that a step allocates, over those of its one matrix in float32."
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
+    optimizer = altgrad.without_master(
+        model, torch.optim.AdamW, lr=1e-3, release_gradients=release
+    )
+    w = model[0].weight
+    group, = optimizer.param_groups
+    for _ in range(2):
+        w.grad = torch.randn(1024, 1024)
+        optimizer.step_alone(group, w)
+    with torch.profiler.profile(profile_memory=True) as profile: optimizer.step_alone(group, w)
+    moved = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    moved.sort(key=lambda e: e.start_ns())
+    return max(accumulate((e.nbytes() for e in moved), initial=0)) / w.numel() / 4
+
+
+def test_a_step_holds_less_than_a_copy_of_its_tensor(monkeypatch):
+    assert most_of_a_step(True) < 1
+    assert most_of_a_step(False) < 2  # the moved weights wait for their scale
+    in_pieces(monkeypatch, 0)
+    assert most_of_a_step(True) > 8
