@@ -8,12 +8,15 @@ from torch import nn
 from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import altgrad
 from altgrad.basics import InputError
 from altgrad.cli import main
 from altgrad.geometry.layouts import LAYOUTS, export_weights
 from altgrad.geometry.storage import make_grid_tensor, store_on_grid
 from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
 from altgrad.model.surgery import quantize_model
+from altgrad.numbers.quantize import fake_quantize
+from altgrad.numbers.scaling import scale_of
 from altgrad.training.config import make_config
 from altgrad.training.trainer import Trainer, trained_model
 
@@ -87,6 +90,57 @@ def test_torchao_reads_what_was_trained(layout, tmp_path):
     with torch.no_grad(): theirs, ours = read(x), model(x)
     # inputs are rounded alike; sums of 64 and 96 products may have another order
     assert torch.allclose(theirs, ours, rtol=0, atol=96 * 2.0**-23 * ours.abs().max().item())
+
+
+def without_master(model, layout, make):
+    "The model after a few steps of training without master weights, as a layout wants it."
+    kind = LAYOUTS[layout]
+    optimizer = altgrad.without_master(
+        model, torch.optim.AdamW, lr=1e-3, format=kind.formats[0], granularity=kind.shares[-1]
+    )
+    before = {n: p.data.codes.clone() for n, p in model.named_parameters() if hasattr(p.data, "parts")}
+    for step in range(3):
+        make(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, codes in before.items(): assert (model.get_parameter(name).codes != codes).any()
+    return before.keys()
+
+
+@pytest.mark.parametrize("layout", OF_TORCHAO)
+def test_torchao_reads_what_was_trained_without_master_weights(layout, tmp_path):
+    model, x = Two(), torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
+    assert [*without_master(model, layout, lambda step: model(x).square().sum())] == ["fc.weight"]
+    export_weights(model, tmp_path, layout)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file: words = file.metadata()
+    stored = load_file(tmp_path / "model.safetensors")
+    state, rest = unflatten_tensor_state_dict(dict(stored), words)
+    assert not rest
+    read, grid = Two(), model.fc.weight
+    read.load_state_dict(state, assign=True)
+    assert torch.equal(read.fc.weight.dequantize(), grid.dequantize())
+    codes = stored["fc._weight_qdata"].view(torch.uint8)
+    if grid.fmt.bits == 4: codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+    assert torch.equal(codes, grid.codes)
+    # its reader rounds inputs as well
+    rounded = fake_quantize(x, grid.fmt, scale_of(x, grid.fmt, 32))
+    with torch.no_grad():
+        theirs, ours = read.fc(x), nn.functional.linear(rounded, grid.dequantize(), model.fc.bias)
+    assert torch.allclose(theirs, ours, rtol=0, atol=64 * 2.0**-23 * ours.abs().max().item())
+
+
+@pytest.mark.parametrize("layout", OF_TRANSFORMERS)
+def test_transformers_reads_what_was_trained_without_master_weights(layout, tmp_path):
+    model = llama()
+    names = without_master(model, layout, lambda step: model(TOKENS, labels=TOKENS).loss)
+    export_weights(model.eval(), tmp_path, layout)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in names:
+        codes = model.get_parameter(name).codes
+        assert torch.equal(stored[name].view(torch.uint8), codes)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad(): theirs, ours = read(TOKENS).logits, model(TOKENS).logits
+    assert torch.allclose(theirs, ours, rtol=0, atol=256 * 2.0**-23 * ours.abs().max().item())
 
 
 @pytest.mark.parametrize("stored", ("master", "grid_residual4"))

@@ -1,6 +1,8 @@
 """What a user gets: the built wheel, in an environment of its own, in an empty folder. Works
 without a network."""
 import ast
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable, Iterable
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -26,6 +29,14 @@ DEVELOPMENT = (
     "pytest", "gfloat", "ml_dtypes", "ray", "wandb_workspaces", "transformers", "accelerate",
     "lightning", "mypy", "twine", "build", "setuptools",
 )
+# What tutorials name beside the wheel, by the names of imports.
+NAMED = ("transformers", "accelerate", "torchao", "compressed_tensors")
+TUTORIALS = {
+    "did_my_weights_move": ("transformers", "accelerate"),
+    "what_broke_first": ("transformers", "torchao"),
+    "without_master_weights": ("transformers", "accelerate"),
+    "train_what_you_serve": ("transformers", "compressed_tensors", "torchao"),
+}
 IMPORTED_AS = {"pyyaml": "yaml", "scikit_learn": "sklearn"}
 SMALL = ["max_steps=2", "batch_size=2", "block_size=16", "eval_windows=2", "warmup_steps=1"]
 
@@ -51,11 +62,9 @@ def dist(tmp_path_factory) -> Path:
     return copy / "dist"
 
 
-@pytest.fixture(scope="module")
-def user(dist, tmp_path_factory):
-    """Runs a command of the environment that holds the wheel and its requirements,
-    in an empty folder."""
-    place = tmp_path_factory.mktemp("user")
+def installed(dist: Path, place: Path, absent: Iterable[str]) -> Callable[..., str]:
+    """Runs a command of an environment that holds the wheel and its requirements, in an empty
+    folder; some packages do not exist there."""
     env, work = place / "env", place / "work"
     work.mkdir()
     run(sys.executable, "-m", "venv", "--without-pip", env)
@@ -71,13 +80,27 @@ def user(dist, tmp_path_factory):
     )
     # a sitecustomize may be the system's own
     (site / "without.pth").write_text(
-        f"import sys; sys.modules.update(dict.fromkeys({tuple(DEVELOPMENT)!r}))\n"
+        f"import sys; sys.modules.update(dict.fromkeys({tuple(absent)!r}))\n"
     )
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "IN_TEST")} | {
         "HOME": str(place),
         "ALTGRAD_CACHE": str(place / "cache"),
+        "MPLBACKEND": "agg",
     }
     return lambda command, *args: run(env / "bin" / command, *args, cwd=work, env=clean)
+
+
+@pytest.fixture(scope="module")
+def user(dist, tmp_path_factory):
+    "Who has installed the wheel, and nothing for developers."
+    return installed(dist, tmp_path_factory.mktemp("user"), DEVELOPMENT)
+
+
+@pytest.fixture(scope="module")
+def reader(dist, tmp_path_factory):
+    "Who has installed what the tutorials name as well."
+    absent = set(DEVELOPMENT) - set(NAMED)
+    return installed(dist, tmp_path_factory.mktemp("reader"), sorted(absent))
 
 
 def test_twine_accepts_both(dist):
@@ -149,6 +172,24 @@ print(row["steps"], *row["sources"].values())
 def test_the_bench_brings_its_text_and_checkpoints(user):
     said = user("python", "-c", ONE_RUN)
     assert said.startswith("200 ") and RULE in said
+
+
+def code_of(page: Path) -> str:
+    "The code of a notebook, without the cells that the tests of notebooks leave out."
+    cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    left_out = re.compile(r"^#\| ?(eval: false|slow|notest)$", re.MULTILINE)
+    return "\n\n".join(source for source in sources if not left_out.search(source))
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_needs_no_clone(reader, name):
+    lacking = [word for word in TUTORIALS[name] if importlib.util.find_spec(word) is None]
+    if lacking: pytest.skip(f"the page needs {', '.join(lacking)}")
+    where = "import altgrad; print('altgrad is', altgrad.__file__)"
+    said = reader("python", "-c", f"{code_of(ROOT / f'nbs/tutorials/{name}.ipynb')}\n{where}")
+    *_, place = said.split()
+    assert "site-packages" in place and str(ROOT) not in place
 
 
 def test_every_import_is_a_requirement_or_an_extra():

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import accumulate
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from altgrad.geometry.optim import StiffnessAdamW, on_grids
 from altgrad.geometry.rivals.lion import Lion
 from altgrad.geometry.rivals.moments import is_packed, with_moments
 from altgrad.geometry.storage import GridTensor, grid_weights
+from altgrad.model import without_master
 from altgrad.model.gpt import loss_of
 from altgrad.model.without_master import BITS, GridLinear
 from old import NO_COMPILER
@@ -156,6 +158,44 @@ def test_one_after_the_other_is_all_at_once(rule):
     assert equal(everything(model, optimizer), everything(twin, at_once))
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("moments", (8, 32))
+@pytest.mark.parametrize("release", (False, True))
+def test_a_rule_for_matrices_leaves_the_rest_to_adamw(moments, release):
+    model = network()
+    settings = dict(lr=2e-3, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    optimizer = altgrad.without_master(
+        model, torch.optim.Muon, moments=moments, release_gradients=release, momentum=0.9, **settings
+    )
+    twin = network()
+    usual = altgrad.without_master(twin, torch.optim.AdamW, lr=1.0)  # for its weights on the grid
+    usual.zero_grad()
+    on_grid = list(map(twin.get_parameter, grid_weights(twin)))
+    others = [p for p in twin.parameters() if not isinstance(p, GridTensor)]
+    kept = "dynamic8" if moments == 8 else "float32"
+    muon = with_moments(on_grids(torch.optim.Muon), kept)(on_grid, momentum=0.9, **settings)
+    adamw = with_moments(torch.optim.AdamW, kept)(others, lr=2e-3, weight_decay=0.05)
+    for step in range(4):
+        train(model, optimizer, range(step, step + 1))
+        x, y = batch(step)
+        nn.functional.cross_entropy(twin(x).flatten(0, 1), y.flatten()).backward()
+        for rule in (muon, adamw):
+            rule.step()
+            rule.zero_grad()
+    assert equal(everything(model, optimizer)[:12], everything(twin, muon)[:12])
+    assert equal([p for p in model.parameters() if not isinstance(p, GridTensor)], others)
+    assert [g.get("moved_by") for g in optimizer.param_groups] == [None, "AdamW"]
+    saved = reloaded({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    again = network()
+    rule = altgrad.without_master(
+        again, torch.optim.Muon, lr=1.0, moments=moments, release_gradients=release
+    )
+    again.load_state_dict(saved["model"])
+    rule.load_state_dict(saved["optimizer"])
+    assert train(model, optimizer, range(4, 6)) == train(again, rule, range(4, 6))
+    assert equal(everything(model, optimizer), everything(again, rule))
+
+
 def test_a_rule_that_knows_grids_is_torchs_adamw():
     found = []
     for rule, more in ((torch.optim.AdamW, {}), (StiffnessAdamW, dict(fmt="E4M3", power=0.0))):
@@ -236,7 +276,37 @@ def test_gradients_are_released():
         optimizer.zero_grad()
     train(model, usual, range(3))
     assert set(alive) == {None}
+    assert optimizer.releases_gradients and not usual.releases_gradients
     assert equal(everything(model, usual), everything(twin, optimizer))
+
+
+@pytest.mark.parametrize("granularity, extra", (("channel", 1 / 512), (32, 1 / 32), ("16", 1 / 16)))
+def test_scales_of_rows_and_blocks(granularity, extra):
+    model = nn.Sequential(nn.Linear(512, 64, bias=False), nn.Linear(64, 512, bias=False))
+    with torch.no_grad(): model[1].weight[0] *= 100
+    twin, start = copy.deepcopy(model), model[1].weight.detach().clone()
+    settings = dict(lr=1e-3, weight_decay=0.0, moments=32)
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, granularity=granularity, **settings)
+    altgrad.without_master(twin, torch.optim.AdamW, **settings)
+    assert str(granularity) in repr(model)
+    # beside a row that is a hundred times larger, a scale for all lets the others lose digits
+    lost = [(m[1].weight.dequantize() - start)[1:].abs().mean() for m in (model, twin)]
+    assert lost[0] < lost[1]
+    weight = model[0].weight
+    before = weight.data.latent()
+    (model(torch.ones(4, 512)) - 1).square().mean().backward()
+    optimizer.step()
+    moved = (before - weight.data.latent()) / 1e-3 * weight.grad.sign()
+    # a first step of AdamW is the rate; what the residual rounds away is right on average
+    assert abs(moved.mean() - 1) < 0.05
+    scale = model[0].weight.data.parts()["scale"]
+    assert scale.dtype == torch.uint8 and scale.numel() == extra * 512 * 64
+    with pytest.raises(InputError, match="was saved as E4M3, grid_residual4, .*, not E4M3, grid_resid"):
+        twin.load_state_dict(model.state_dict())
+    again = nn.Sequential(nn.Linear(512, 64, bias=False), nn.Linear(64, 512, bias=False))
+    altgrad.without_master(again, torch.optim.AdamW, granularity=granularity, **settings)
+    again.load_state_dict(reloaded(model.state_dict()))
+    assert equal(*[[t for g in grid_weights(m).values() for t in g.parts().values()] for m in (model, again)])
 
 
 def test_stall_watches_it():
@@ -627,6 +697,9 @@ def parts(model) -> list:
     (network, ADAMW, {"format": "bfloat16"}, "codes have 4, 6 or 8 bits, not bfloat16"),
     (network, ADAMW, {"bits": 3}, "unknown bits '3'; allowed: 0, 2, 4, 8"),
     (network, ADAMW, {"bits": False}, "unknown bits 'False'"),
+    (network, ADAMW, {"granularity": "row"}, "unknown granularity 'row'; allowed: tensor, channel"),
+    (network, ADAMW, {"granularity": 0}, "unknown granularity '0'"),
+    (lambda: network().double(), ADAMW, {"granularity": 32, "moments": 32}, "granularity 32 is for float32"),
     (network, ADAMW, {"moments": 16}, "unknown moments '16'; allowed: 8, 32"),
     (network, ADAMW, {"lr": -1.0}, "AdamW refuses: Invalid learning rate"),
     (network, ADAMW, {"rate": 1.0}, "AdamW refuses: .*'rate'"),
@@ -673,3 +746,82 @@ def test_weights_that_would_leave_the_grid_are_refused():
     plain = nn.Sequential(nn.Linear(64, 64)).state_dict()
     plain["0.weight"][3, 4] = float("nan")
     with pytest.raises(InputError, match="0.weight is not finite"): model.load_state_dict(plain)
+
+
+# a step in pieces
+
+
+def in_pieces(monkeypatch, size):
+    "Pieces of so many elements; 0: none."
+    if size: monkeypatch.setitem(without_master.PIECE, "cpu", size)
+    else: monkeypatch.setattr(without_master, "_in_pieces", lambda *_: False)
+
+
+RULES = (
+    (torch.optim.AdamW, {}), (torch.optim.AdamW, {"amsgrad": True, "maximize": True}),
+    (torch.optim.AdamW, {"fused": True}), (torch.optim.Adam, {"weight_decay": 0.1}),
+    (torch.optim.SGD, {}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.NAdam, {}), (torch.optim.RAdam, {}), (torch.optim.Adamax, {}),
+    (torch.optim.Adagrad, {}), (torch.optim.Adadelta, {}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}), (Lion, {}),
+)
+GRIDS = (
+    {"bits": 0}, {"bits": 2}, {"bits": 4}, {"bits": 8}, {"bits": 4, "granularity": 32},
+    {"bits": 0, "granularity": "channel"}, {"format": "float4_e2m1fn", "bits": 4, "granularity": 16},
+    {"format": "float6_e2m3fn", "bits": 2}, {"format": "float4_e2m1fn", "bits": 0}, {"format": "E7M0"},
+)
+
+
+@pytest.mark.parametrize("rule, settings", [*RULES, *((ADAMW, how) for how in GRIDS)])
+def test_the_pieces_are_those_of_a_whole_step(rule, settings, monkeypatch):
+    def run(size, release=False):
+        in_pieces(monkeypatch, size)
+        torch.manual_seed(3)
+        # 4800 elements: rows that end in the middle of a block of moments; and a large embedding
+        model = nn.Sequential(nn.Embedding(130, 48), nn.Linear(48, 100), nn.Linear(100, 48))
+        optimizer = altgrad.without_master(
+            model, rule, lr=0.03, **settings, release_gradients=release
+        )
+        for step in range(5):
+            x = torch.randint(130, (4, 8), generator=torch.Generator().manual_seed(step))
+            loss = model(x).square().sum() * (torch.nan if step == 3 else 1.0)
+            # weights grow beyond their scale, and once a gradient is not finite
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        monkeypatch.undo()
+        grids = list(grid_weights(model).values())
+        told = [g.how[key] for g in grids for key in ("counts", "nonfinite")]
+        return everything(model, optimizer) + told, grids
+    whole, grids = run(0)
+    if rule is ADAMW:
+        assert all(g.how["nonfinite"] > 0 for g in grids)
+        assert "format" in settings or all(g.rescales > 0 for g in grids)
+    for size, release in ((300, True), (1 << 15, False)):
+        # a NaN is one wherever it comes from
+        found = [t.nan_to_num(7.0) for t in run(size, release)[0]]
+        assert equal([t.nan_to_num(7.0) for t in whole], found)
+
+
+def most_of_a_step(release: bool) -> float:
+    "The most bytes that a step allocates, over those of its one matrix in float32."
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
+    optimizer = altgrad.without_master(
+        model, torch.optim.AdamW, lr=1e-3, release_gradients=release
+    )
+    w = model[0].weight
+    group, = optimizer.param_groups
+    for _ in range(2):
+        w.grad = torch.randn(1024, 1024)
+        optimizer.step_alone(group, w)
+    with torch.profiler.profile(profile_memory=True) as profile: optimizer.step_alone(group, w)
+    moved = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    moved.sort(key=lambda e: e.start_ns())
+    return max(accumulate((e.nbytes() for e in moved), initial=0)) / w.numel() / 4
+
+
+def test_a_step_holds_less_than_a_copy_of_its_tensor(monkeypatch):
+    assert most_of_a_step(True) < 1
+    assert most_of_a_step(False) < 2  # the moved weights wait for their scale
+    in_pieces(monkeypatch, 0)
+    assert most_of_a_step(True) > 8

@@ -29,7 +29,7 @@ from ..numbers.kernels import check_scale
 from ..numbers.quantize import fake_quantize
 from ..numbers.blocks import block_scales
 from ..numbers.scaling import scale_of, spread
-from .storage import GridTensor
+from .storage import GridTensor, whole_state
 
 # %% ../../nbs/geometry/06_interchange.ipynb #6fa235d1
 _CANDIDATES = (
@@ -151,7 +151,7 @@ def model_codes(
     "A model's state, its quantized weights as `Codes`; InputError if it has none."
     state: dict[str, Codes | Tensor] = {
         name: _of_grid(value) if isinstance(value, GridTensor) else value
-        for name, value in model.state_dict().items()
+        for name, value in whole_state(model).items()
     }
     for name, layer in model.named_modules(remove_duplicate=False):
         if not hasattr(layer, "weight_format"): continue
@@ -385,7 +385,7 @@ def load_model(
 ) -> None:
     """Loads the file's weights; InputError, and an untouched model, where names,
     shapes, types or, on the grid, formats do not fit."""
-    state, own = load_codes(path), model.state_dict()
+    state, own = load_codes(path), whole_state(model)
     try:
         for name in sorted(own.keys() ^ state.keys()):
             raise InputError(f"{name} is only in the {'model' if name in own else 'file'}")

@@ -170,6 +170,9 @@ def _weights(model: nn.Module, layout: str) -> Weights:
         if not name.endswith(".weight"):
             raise InputError(f"{name}: a layer inside a model has a name before .weight")
         _check(name, c, layout)
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        if not isinstance(layer, nn.Linear):
+            raise InputError(f"{name} is that of a {type(layer).__name__}; {layout} holds those of nn.Linear")
     if len({c.scale.dim() > 0 for c in coded.values()}) > 1:
         raise InputError(f"some weights have a scale for each tensor and some more; {layout} has one way")
     plain = {name: t.detach() for name, t in state.items() if isinstance(t, Tensor)}
