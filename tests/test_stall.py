@@ -1,6 +1,7 @@
 """A meter around loops that are not ours: the four threads of its page, what it counts against
 arithmetic by hand, that it changes no bit, and input that would break it."""
 import gc
+import io
 import json
 import math
 import os
@@ -713,6 +714,95 @@ def test_what_is_handed_out():
     assert all(math.isfinite(value) for value in meter.metrics().values())
     assert len(str(meter).splitlines()) == 3 + 8 and "<table>" in meter._repr_html_()
     assert meter.plot().axes[0].get_xticklabels()[0].get_text() == "0"
+
+
+def test_a_meter_as_a_table_has_the_worst_first_and_twenty_rows():
+    from rich.console import Console
+    def printed(meter):
+        console = Console(width=250, record=True, file=io.StringIO())
+        console.print(meter)
+        return console.export_text()
+    model = nn.Sequential(network(), *(nn.Linear(4, 4) for _ in range(20)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with altgrad.stall(model, optimizer) as meter: train(model[0], optimizer, 1)
+    said = printed(meter)
+    rows = [line for line in said.splitlines() if line.startswith("│")]
+    assert "tensors stall in bfloat16" in said and len(rows) == 20 and "and 28 more" in said
+    assert "norm.weight" in rows[0] and "never" in rows[0] and "it has no gradient" in rows[-1]
+    with altgrad.stall(model, optimizer) as meter: pass
+    assert "made no step in the meter" in printed(meter)
+
+
+# in a loop as torchtitan has it
+
+
+class Container(torch.optim.Optimizer):
+    "Several optimizers as one, as torchtitan's OptimizersContainer has them."
+    def __init__(self, parts, kind=torch.optim.AdamW, **settings):
+        self.optimizers = [kind(part.parameters(), **settings) for part in parts]
+        super().__init__([p for part in parts for p in part.parameters()], settings)
+
+    def step(self, *args, **kwargs):
+        for optimizer in self.optimizers: optimizer.step(*args, **kwargs)
+
+    def zero_grad(self, *args, **kwargs):
+        for optimizer in self.optimizers: optimizer.zero_grad(*args, **kwargs)
+
+
+class Processor:
+    "What torchtitan's loop logs."
+    def __init__(self): self.logged = []
+
+    def log(self, step, loss, extra_metrics): self.logged.append((step, loss, extra_metrics))
+
+
+class Titan:
+    "A trainer whose model lies in parts, a stage of a pipeline each."
+    def __init__(self, dtype):
+        whole = network(dtype)
+        self.model_parts = [whole[:2], whole[2:]]
+        self.optimizers = Container(self.model_parts, lr=1e-5)
+        self.schedulers = [torch.optim.lr_scheduler.ConstantLR(o, 1.0) for o in self.optimizers.optimizers]
+        self.metrics_processor, self.step = Processor(), 0
+
+    def train(self, meters, steps=4, told=lambda loss: loss):
+        g = torch.Generator().manual_seed(1)
+        for self.step in range(1, steps + 1):
+            self.optimizers.zero_grad()
+            tokens = torch.randint(64, (8, 17), generator=g)
+            h = tokens[:, :-1]
+            for part in self.model_parts: h = part(h)
+            loss = nn.functional.cross_entropy(h.float().flatten(0, 1), tokens[:, 1:].flatten())
+            told(loss).backward()
+            params = [p for part in self.model_parts for p in part.parameters()]
+            torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+            self.optimizers.step()
+            for scheduler in self.schedulers: scheduler.step()
+            extra = {k: v for meter in meters for k, v in meter.news().items()}
+            self.metrics_processor.log(self.step, loss.item(), extra)
+        return params
+
+
+@BOTH
+def test_in_a_loop_as_torchtitan_has_it(dtype, capsys):
+    watched, plain = Titan(dtype), Titan(dtype)
+    meter = altgrad.stall(watched.model_parts, watched.optimizers, every=2)
+    recorder = altgrad.record(watched.model_parts, watched.optimizers, every=2)
+    with meter, recorder: weights = watched.train((meter, recorder), told=recorder.loss)
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain.train(()), strict=True))
+    logged = watched.metrics_processor.logged
+    measured = [bool(extra) for _, _, extra in logged]
+    assert measured == [True, True, False, True] and (meter.steps, meter.measured) == (4, 3)
+    assert all(math.isfinite(v) for _, _, extra in logged for v in extra.values())
+    assert len(meter.tensors) == 8 and all(row.steps == 3 for row in meter.tensors.values())
+    assert recorder.recording.steps == [1, 2, 3, 4] and not recorder.stopped and not meter.stopped
+    assert recorder.recording.losses().tolist() == [loss for _, loss, _ in plain.metrics_processor.logged]
+    told = capsys.readouterr().err
+    assert not meter.unwatched and not recorder.unwatched and "not given" not in told
+    if dtype == torch.float32: assert not meter.alarms and recorder.cause is None and told == ""
+    else:
+        assert meter.alarms["never moved"] == ["1.norm.weight", "2.norm.weight"]
+        assert recorder.cause.kind == "stalled" and logged[0][2]["stall/all/absorbed"] > 0.5
 
 
 # several processes

@@ -21,9 +21,9 @@ from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
 from .attempt import (Attempt, Precision, attempt, attempt_alone, by_element,
                                       decay_moves, half_gap, moves, precision_of)
-from .loops import (LoopMeter, check_every, check_pair, codes_of, in_lightning,
-                                    in_transformers, local, names_of, parts_of_loop, sampled,
-                                    values_of)
+from .loops import (RELEASED, LoopMeter, check_every, check_pair, codes_of,
+                                    in_lightning, in_transformers, local, names_of, parts_of_loop,
+                                    releases, rich_table, sampled, values_of)
 
 # %% ../../nbs/watching/10_stall.ipynb #12572b88
 ATTEMPTED = (  # sums that an attempt has
@@ -241,8 +241,8 @@ def _refusal(p: Tensor, row: TensorStall) -> str:
         return f"its format changed from {row.stored} to {stored}"
     return ""
 
-def _gradient_refusal(p: Tensor) -> str:
-    if p.grad is None: return "it has no gradient"
+def _gradient_refusal(p: Tensor, optimizer: Optimizer) -> str:
+    if p.grad is None: return RELEASED if releases(optimizer) else "it has no gradient"
     return "its gradient is sparse" if p.grad.layout != torch.strided else ""
 
 def _alone_refusal(closure: bool) -> str:
@@ -370,7 +370,7 @@ class _Watch:
         for number, group in enumerate(o.param_groups):
             for p in group["params"]:
                 row = self.row_of(p)
-                row.note = _refusal(p, row) or alone or ("" if closure else _gradient_refusal(p))
+                row.note = _refusal(p, row) or alone or ("" if closure else _gradient_refusal(p, o))
                 if row.note: continue
                 key = number, _signature(p, row.watched, o.state.get(p, {})) if known else id(p)
                 alike.setdefault(key, []).append(p)
@@ -408,7 +408,7 @@ class _Watch:
         linear = True
         for b in batches:
             if b.attempt is None:
-                for p, row in zip(b.params, b.rows): row.note = _gradient_refusal(p)
+                for p, row in zip(b.params, b.rows): row.note = _gradient_refusal(p, b.optimizer)
                 b = b.only([i for i, row in enumerate(b.rows) if not row.note])
                 if not b.rows: continue
                 b.attempt = b.redo()
@@ -610,6 +610,7 @@ class Meter(LoopMeter):
         return {"version": 1, **facts, "all": self.all(), "tensors": tensors}
 
     def __str__(self) -> str: return _table(self)
+    def __rich__(self) -> Any: return rich_table(self.finding, map(_shown, _worst(self)))
     def _repr_html_(self) -> str: return _card(self)
 
     def plot(self) -> Any:  # the matplotlib figure
@@ -696,7 +697,10 @@ def _stalled(meter: Meter, rows: list[TensorStall]) -> str:
 # %% ../../nbs/watching/10_stall.ipynb #95d77537
 def _nothing(meter: Meter) -> str:
     "Why nothing was measured."
-    if not meter.steps: return "nothing was measured: the optimizer made no step in the meter"
+    moved = [r.name for r in meter.tensors.values() if r.moved]
+    elsewhere = f", and yet {len(moved)} tensors moved ({_few(moved)})" if moved else ""
+    idle = "nothing was measured: the optimizer made no step in the meter"
+    if not meter.steps: return f"{idle}{elsewhere}"
     return f"nothing was measured: {_few(sorted({r.note for r in meter.tensors.values()}))}"
 
 def _finding(meter: Meter) -> str:
@@ -720,7 +724,7 @@ def _finding(meter: Meter) -> str:
             f"weights move: {lost} of the updates of {len(rows)} tensors were absorbed, and the "
             f"weights went {way} of the way"
         )
-    return "; ".join(said)
+    return "; ".join([*said, meter.unseen] if meter.unseen else said)
 
 # %% ../../nbs/watching/10_stall.ipynb #66bb8497
 def _worst(meter: Meter) -> list[TensorStall]:
@@ -738,6 +742,10 @@ def _cells(r: TensorStall) -> dict[str, str]:
         "moved": "yes" if r.moved else "never", **{k: _number(v) for k, v in rates.items()},
         **{f"keeps: {KEPT[k]}": _percent(v) for k, v in r.kept().items()},
     }
+
+def _shown(r: TensorStall) -> dict[str, str]:
+    "The same, with the reason where it was not measured."
+    return _cells(r) if r.steps else {**_cells(r), "moved": r.note}
 
 # %% ../../nbs/watching/10_stall.ipynb #3a8d6d3a
 def _table(meter: Meter) -> str:
