@@ -7,7 +7,10 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
+from itertools import accumulate
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,8 +18,6 @@ import optimi
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import altgrad
 from altgrad.basics import InputError
@@ -24,7 +25,7 @@ from altgrad.geometry.optim import RiemannianAdamW, on_grids
 from altgrad.geometry.storage import store_on_grid
 from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
 from altgrad.model.surgery import quantize_model
-from altgrad.watching.attempt import attempt_alone
+from altgrad.watching.attempt import AT_A_TIME, attempt_alone
 from altgrad.watching.stall import FORGOTTEN, AT_ONCE, WATCHED, lightning_stall
 
 BOTH = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
@@ -540,31 +541,59 @@ def test_a_step_within_a_step_and_a_step_that_fails():
     assert all(row.steps == meter.measured for row in meter.tensors.values())
 
 
-def test_memory():
-    "The largest new tensor while a meter looks is a chunk of what is watched, never a weight."
-    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for p in model.parameters(): p.grad = torch.ones_like(p)
+def most_bytes(act) -> int:
+    "The most that is allocated at once while something is done, beyond what there was."
+    with torch.profiler.profile(profile_memory=True) as profile: act()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    sizes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    return max(accumulate((size for _, size in sizes), initial=0))
+
+
+def bytes_of_a_meter(model, optimizer) -> tuple[int, int]:
+    "The most bytes that a meter takes where it starts, and where it measures."
+    for p in model.parameters(): p.grad = torch.randn_like(p)
     optimizer.step()
-    old = {t.untyped_storage().data_ptr() for s in optimizer.state.values() for t in s.values()}
-    old |= {t.untyped_storage().data_ptr() for p in model.parameters() for t in (p, p.grad)}
-
-    class Sizes(TorchDispatchMode):
-        largest = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-            new = [t for t in new if t.untyped_storage().data_ptr() not in old]
-            self.largest = max([self.largest, *(t.untyped_storage().nbytes() for t in new)])
-            return out
-    meter = altgrad.stall(model, optimizer, every=1).start()
-    with Sizes() as sizes:
-        watch = meter._watches[0]
-        assert watch.enter() and watch.leave() is True
+    meter = altgrad.stall(model, optimizer, every=1)
+    began, watch = most_bytes(meter.start), meter._watches[0]
+    def measure(): assert watch.enter() and watch.leave()
+    measured = most_bytes(measure)
     meter.stop()
-    # float64 for every element of a chunk; there are four weights of 2 MiB
-    assert 0 < sizes.largest <= AT_ONCE["cpu"] * 8 < 2**21
+    # no step was made between, which is what the meter finds
+    found = {row.note for row in meter.tensors.values()}
+    assert found <= {"", "the step made again on it alone is not the step that it took"}
+    assert meter.measured == 1 and not meter.stopped
+    return began, measured
+
+
+def squares(n: int, width: int, dtype=torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(n))).to(dtype)
+
+
+@pytest.mark.parametrize("n, width", ((4, 1024), (40, 512)))
+def test_memory(n, width):
+    """At once there are, of each watched element, its code and its update, and a chunk in whose
+    arithmetic there are up to eighteen numbers of float64 for an element."""
+    model = squares(n, width)
+    began, measured = bytes_of_a_meter(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    kept, chunk = n * WATCHED * (2 + 8), AT_ONCE["cpu"] * 8
+    assert 0 < measured <= kept + 18 * chunk
+    assert began <= n * WATCHED * 2 + AT_A_TIME * 16
+    if width == 1024: assert max(began, measured) < width**2 * 2, "less than one weight"
+
+
+@pytest.mark.parametrize("kahan", (False, True))
+@pytest.mark.parametrize("dtype, each", ((torch.bfloat16, 4), (torch.float32, 8)), ids=str)
+def test_memory_where_an_optimizer_is_not_torchs(dtype, each, kahan):
+    """Its step is made on one whole tensor at a time, one trial after another, in float32, or in
+    float64 of a tensor in float32: a weight, its gradient, the states, and a temporary of the step."""
+    model = squares(3, 1024, dtype)
+    optimizer = optimi.AdamW(model.parameters(), lr=1e-4, kahan_sum=kahan)
+    began, measured = bytes_of_a_meter(model, optimizer)
+    states = 3 if kahan and dtype == torch.bfloat16 else 2
+    assert began < 2**19 and measured <= (1 + 1 + states + 1) * each * 1024**2 + 2**19
 
 
 # bad input

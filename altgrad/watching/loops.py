@@ -115,11 +115,12 @@ def codes_of(
 def values_of(
     p: Any,  # a parameter, plain or on a grid
     state: dict[str, Any],  # its optimizer's
-) -> Tensor:  # of its shape
+    pick: Callable[[Tensor], Tensor] = lambda t: t,  # which elements
+) -> Tensor:  # of these elements
     "Return what a parameter holds, with what is kept beside it."
-    if isinstance(p.data, GridTensor): return p.data.latent()
+    if isinstance(p.data, GridTensor): return pick(p.data.latent())
     beside = state.get("kahan_comp")  # as optimi calls it
-    return p if beside is None else p.detach().double() + beside
+    return pick(p) if beside is None else pick(p.detach()).double() + pick(beside)
 
 # %% ../../nbs/watching/15_loops.ipynb #c7837998
 def _stride(elements: int, last: int, watched: int) -> int:

@@ -141,7 +141,7 @@ SAMPLE = 2048  # elements of a tensor, at most
 
 def _beside(p: Any, state: dict[str, Any], n: int) -> Tensor:
     "The sampled values of a tensor: of its copy in higher precision where the state has one."
-    own = sampled(values_of(p, state), n)
+    own = values_of(p, state, lambda t: sampled(t, n))
     if isinstance(p.data, GridTensor): return own.double()
     for value in state.values():
         if not isinstance(value, Tensor) or value.shape != p.shape or not value.is_floating_point():
