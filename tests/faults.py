@@ -165,6 +165,7 @@ class Run:
     micro: int = 1  # batches a step
     keep: Callable = lambda name: True  # parameters that the optimizer is given
     build: Callable | None = None  # of (run): changes the model
+    loop: str = "plain"  # or "closure", or "lightning"
     steps: int = STEPS
     step: int = 0
 
@@ -189,25 +190,61 @@ class Run:
         layer.__class__ = type(kind.__name__, (kind, layer.__class__), {})
         for name, value in {"run": lambda: self, **facts}.items(): setattr(layer, name, value)
 
+    def forward(self, batch: tuple, told: Callable) -> torch.Tensor:
+        "The loss of a batch."
+        x, y = batch
+        cast = lambda: torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
+        if x.is_floating_point(): x = x.to(self.dtype)
+        if self.batch: x = self.batch(self, self.step, x)
+        with cast(): logits = self.model(x).float()
+        losses = F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none")
+        loss = self.loss(self, self.step, losses) if self.loss else losses.mean()
+        told(loss)
+        return loss
+
+    def gradients(self, batch: tuple, told: Callable) -> torch.Tensor:
+        "What an optimizer's closure does."
+        self.optim.zero_grad()
+        loss = self.forward(batch, told)
+        loss.backward()
+        return loss
+
     def train(self, told: Callable = lambda loss: loss) -> None:
         "The loop; `told` is given each loss."
         g = torch.Generator().manual_seed(SEED + 1)
-        cast = lambda: torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
+        if self.loop == "lightning": return in_lightning(self, g, told)
         for step in range(1, self.steps + 1):
             self.step = step
             if self.before: self.before(self, self.step)
-            for _ in range(self.micro):
-                x, y = self.parts.batch(g)
-                if x.is_floating_point(): x = x.to(self.dtype)
-                if self.batch: x = self.batch(self, self.step, x)
-                with cast(): logits = self.model(x).float()
-                losses = F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none")
-                loss = self.loss(self, self.step, losses) if self.loss else losses.mean()
-                told(loss)
-                loss.backward()
+            if self.loop == "closure":
+                self.optim.step(lambda: self.gradients(self.parts.batch(g), told))
+                continue
+            for _ in range(self.micro): self.forward(self.parts.batch(g), told).backward()
             if self.backward: self.backward(self, self.step)
             for _ in range(self.repeat(self.step)): self.optim.step()
             if self.clear(self.step): self.optim.zero_grad()
+
+
+def in_lightning(run: Run, g: torch.Generator, told: Callable) -> None:
+    "The loop of Lightning, whose optimizers are given a closure."
+    import logging
+
+    import lightning.pytorch as pl
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = run.model
+
+        def training_step(self, batch, i): return run.forward(batch, told)
+
+        def configure_optimizers(self): return run.optim
+
+    batches = torch.utils.data.DataLoader([run.parts.batch(g) for _ in range(run.steps)], batch_size=None)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    pl.Trainer(accelerator="cpu", max_epochs=1, **dict.fromkeys(quiet, False)).fit(Module(), batches)
 
 
 # the faults
@@ -220,9 +257,11 @@ class Fault(NamedTuple):
     family: str
     layer: str  # "" for the whole model
     step: int
+    within: str = ""  # what the family's model was given, where that is not in all of them
 
     @property
-    def id(self) -> str: return f"{self.kind}-{self.family}".replace(" ", "_")
+    def id(self) -> str:
+        return "-".join(filter(None, (self.kind, self.family, self.within))).replace(" ", "_")
 
 
 FAULTS: list[Fault] = []
@@ -234,6 +273,14 @@ def planted(kind: str, part: str = "", step: int = AT):
         for name, family in FAMILIES.items():
             layer = getattr(family, part) if part in Family._fields else part
             FAULTS.append(Fault(kind, lambda f=f, name=name: f(name), name, layer, step))
+        return f
+    return keep
+
+
+def planted_in(family: str, within: str, kind: str, layer: str, step: int = AT):
+    "Register a fault in one family, in a part that its model is given."
+    def keep(f):
+        FAULTS.append(Fault(kind, lambda: f(family), family, layer, step, within))
         return f
     return keep
 
@@ -485,6 +532,59 @@ def a_flipped_bit(family):
     return Run(family, before=before)
 
 
+def flip(run, name: str) -> None:
+    "Flip a bit of a weight, once."
+    if run.step == AT: run.model.get_parameter(name).data.view(torch.int32)[0, 0] ^= 1 << 30
+
+
+class Heads(nn.Module):
+    "Self-attention of torch, which never calls the layer of its last product."
+    def __init__(self, width: int):
+        super().__init__()
+        self.heads = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x): return self.heads(x, x, x, need_weights=False)[0]
+
+
+def with_heads(run) -> None: run.model.blocks[1].attention = Heads(32)
+
+
+@planted_in("plain", "attention", "changed outside a step", "blocks.1.attention.heads.out_proj")
+def a_flipped_bit_in_the_last_product_of_attention(family):
+    before = lambda run, step: flip(run, "blocks.1.attention.heads.out_proj.weight")
+    return Run(family, build=with_heads, before=before)
+
+
+@planted_in("plain", "attention at first", "initial weights not finite", "blocks.1.attention.heads.out_proj", step=1)
+def an_infinite_weight_in_the_last_product_of_attention(family):
+    def build(run):
+        with_heads(run)
+        run.model.blocks[1].attention.heads.out_proj.weight.data[0, 0] = math.inf
+    return Run(family, build=build)
+
+
+def with_float8(run) -> None:
+    "Linear layers as torchao trains them in float8."
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    wanted = lambda layer, name: all(n % 16 == 0 for n in layer.weight.shape)
+    convert_to_float8_training(run.model, config=Float8LinearConfig(emulate=True),
+                               module_filter_fn=wanted)
+
+
+@planted_in("plain", "float8 of torchao", "changed outside a step", FAMILIES["plain"].linear)
+def a_flipped_bit_in_a_layer_of_torchao(family):
+    return Run(family, build=with_float8, before=lambda run, step: flip(run, "blocks.1.up.weight"))
+
+
+@planted_in("conv", "float8 of torchao", "zero scale", FAMILIES["conv"].linear)
+def a_scale_of_zero_in_a_layer_of_torchao(family):
+    def build(run):
+        with_float8(run)
+        run.change("linear", ZeroScale)
+    return Run(family, build=build)
+
+
 @planted("rate is zero")
 def a_schedule_that_ends_early(family):
     def before(run, step):
@@ -571,13 +671,11 @@ def dropout(family):
 
 @healthy("conv", "plain")
 def float8_of_torchao(family):
-    def build(run):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    return Run(family, build=with_float8, autocast=family == "plain", steps=16)
 
-        wanted = lambda layer, name: all(n % 16 == 0 for n in layer.weight.shape)
-        convert_to_float8_training(run.model, config=Float8LinearConfig(emulate=True),
-                                   module_filter_fn=wanted)
-    return Run(family, build=build, autocast=family == "plain", steps=16)
+
+@healthy("plain")
+def attention_of_torch(family): return Run(family, build=with_heads, steps=16)
 
 
 @healthy("llama")
@@ -625,3 +723,21 @@ def bfloat16_rounded_stochastically(family):
                 w = w + torch.randint(2**16, w.shape, dtype=torch.int32)
                 p.copy_((w >> 16 << 16).view(torch.float32))
     return Run(family, torch.bfloat16, optimizer=Chance, settings={"lr": 3e-4}, steps=12)
+
+
+@healthy("plain", "conv")
+def gradients_of_a_closure(family): return Run(family, loop="closure", steps=24)
+
+
+@healthy("plain")
+def lbfgs(family):
+    "Its closure is called several times a step."
+    g = torch.Generator().manual_seed(SEED)
+    build = lambda run: setattr(run, "parts", run.parts._replace(batch=lambda _: one))
+    one = FAMILIES[family].batch(g)
+    return Run(family, loop="closure", build=build, optimizer=torch.optim.LBFGS,
+               settings={"lr": 0.05, "max_iter": 3}, steps=12)
+
+
+@healthy("plain", "llama")
+def in_the_loop_of_lightning(family): return Run(family, loop="lightning", steps=24)

@@ -1,15 +1,19 @@
 """A recorder around loops that are not ours: the planted faults, runs that must not be accused, that
 it changes no bit and holds no tensor, and input that would break it."""
+import copy
 import gc
+import io
 import json
 import logging
 import math
 import os
+import pickle
 import subprocess
 import sys
 import weakref
 
 import faults
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,7 +51,7 @@ def test_there_are_as_many_planted_faults_as_were_promised():
     assert len(faults.FAULTS) >= 60 and len(faults.HEALTHY) >= 20
     kinds = {f.kind for f in faults.FAULTS}
     assert len(kinds) >= 20 and kinds <= set(SAID)
-    for kind in kinds:
+    for kind in {f.kind for f in faults.FAULTS if not f.within}:
         assert {f.family for f in faults.FAULTS if f.kind == kind} == set(faults.FAMILIES)
 
 
@@ -230,6 +234,30 @@ def test_an_exception_of_the_loop_is_the_loops_and_the_recording_is_written(tmp_
         loop(layer, sgd)
         raise KeyError("the loop's own")
     assert read_recording(tmp_path / "run").steps == [1, 2, 3]
+
+
+def printed(meter) -> str:
+    "A meter as the package rich prints it."
+    from rich.console import Console
+    console = Console(width=220, record=True, file=io.StringIO())
+    console.print(meter)
+    return console.export_text()
+
+
+def test_a_recorder_as_a_table_has_what_left_its_range_first_and_twenty_rows():
+    run = next(f for f in faults.FAULTS if f.id == "zero_scale-conv").run()
+    recorder = recorded(run)
+    said = printed(recorder)
+    rows = [line for line in said.splitlines() if line.startswith("│")]
+    assert "zero scale in fc2" in said and "│ fc2 " in rows[0] and "zero scale, step 5" in rows[0]
+    assert "not finite" in rows[0] and len(rows) == len(recorder.facts_of_layers)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(30)))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd, every=1) as recorder: loop(model, sgd, x=torch.ones(2, 4))
+    said = printed(recorder)
+    assert said.count("\n│") == 20 and "and 10 more" in said
+    fresh = altgrad.record(model, sgd)
+    assert "nothing was recorded" in printed(fresh) and fresh.cause is None
 
 
 # from the shell
@@ -498,6 +526,28 @@ def test_conv1d_of_transformers_is_a_linear_layer(tmp_path):
     assert [one.layer for one in lost] == ["0", "2"] and all(0 < one.error_weight < 0.1 for one in lost)
 
 
+@pytest.mark.parametrize("attend", ("self", "cross"))
+def test_both_products_of_attention_are_dumped(tmp_path, attend):
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x): return self.heads(x, *((x, x) if attend == "self" else (x * 2, x * 2)))[0]
+    torch.manual_seed(0)
+    model, x = Attends(), torch.randn(4, 6, 8)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd, folder=tmp_path, dump=True, every=1) as recorder:
+        steps_of(model, sgd, recorder.loss, 3, x=x)
+    _, kept = read_dump(tmp_path)
+    first, last = kept["heads"], kept["heads.out_proj"]
+    assert first["weight"].shape == (24, 8) and ("input" in first) is (attend == "self")
+    assert last["weight"].shape == (8, 8) and last["gradient"].shape == x.shape
+    found = {one.layer: one for one in what_if(tmp_path, "E4M3")}
+    assert 0 < found["heads.out_proj"].error_input < 0.1
+    assert (0 < found["heads"].error_output < 0.1) is (attend == "self")
+
+
 @pytest.mark.parametrize("layers, words", (
     ({"a": {"input": torch.ones(4, 3), "weight": torch.ones(5, 7)}}, "input"),
     ({"a": {"gradient": torch.ones(4, 3), "weight": torch.ones(5, 7)}}, "gradient"),
@@ -665,6 +715,207 @@ class Clips(nn.Linear):
         return super().forward(x.clamp(-0.1, 0.1)) if self.now else super().forward(x)
 
 
+# gradients that a step makes itself
+
+
+def closed_loop(kind: str, build, every: int, steps: int = 12) -> Recorder:
+    "A recorder of a loop whose closure makes the gradients: in the step, or before it."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    optimizer, batches = build(model.parameters()), torch.randn(1, 16, 8).expand(steps, -1, -1)
+    with altgrad.record(model, optimizer, every=every) as recorder:
+        for x in batches:
+            def closure(x=x):
+                optimizer.zero_grad()
+                loss = recorder.loss(model(x).square().mean())
+                loss.backward()
+                return loss
+            if kind == "closure": optimizer.step(closure)
+            elif kind == "keyword": optimizer.step(closure=closure)
+            else:
+                loss = closure()
+                optimizer.step(lambda loss=loss: loss)
+    assert not recorder.stopped
+    return recorder
+
+
+ONE_CALL = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.01, max_iter=1),
+}
+
+
+@pytest.mark.parametrize("kind", ("closure", "keyword"))
+@pytest.mark.parametrize("every", (1, 5))
+@pytest.mark.parametrize("build", ONE_CALL.values(), ids=ONE_CALL)
+def test_gradients_of_a_closure_are_those_of_its_own_step(build, every, kind):
+    inside, before = closed_loop(kind, build, every), closed_loop("before", build, every)
+    a, b = inside.recording, before.recording
+    assert inside.cause is None and a.steps == list(range(1, 13)) and a.facts == b.facts
+    assert a.series == b.series and np.array_equal(a.values, b.values, equal_nan=True)
+    assert np.isfinite(a.get("0", "weight gradient", "amax")).all()
+    assert np.isfinite(a.get("0", "weight update", "squares")).all()
+
+
+@pytest.mark.parametrize("every", (1, 3))
+def test_a_closure_that_is_called_many_times_is_one_step(every):
+    recorder = closed_loop("closure", lambda p: torch.optim.LBFGS(p, lr=0.01, max_iter=4), every)
+    r = recorder.recording
+    assert recorder.cause is None and r.steps == list(range(1, 13))
+    assert all(facts["steps"] == 1 for facts in r.facts)
+
+
+def test_a_closure_that_is_never_called_and_one_that_fails():
+    class Ignores(torch.optim.SGD):
+        def step(self, closure=None): return super().step()
+    def fails(): raise ArithmeticError
+    layer = nn.Linear(3, 3)
+    sgd = Ignores(layer.parameters(), lr=0.1)
+    with altgrad.record(layer, sgd, every=1) as recorder:
+        for _ in range(3):
+            layer(torch.randn(2, 3)).square().sum().backward()
+            sgd.step(fails)
+            sgd.zero_grad()
+    assert recorder.cause is None and recorder.recording.steps == [1, 2, 3]
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with altgrad.record(layer, sgd, every=1) as recorder:
+        with pytest.raises(ArithmeticError): sgd.step(fails)
+        loop(layer, sgd, 4)
+    assert recorder.cause is None and not recorder.stopped
+
+
+# optimizers that a recorder was not given
+
+
+def another(kind: str, steps: int = 3):
+    "A model, an optimizer, and another that takes its place, or never does."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    first = torch.optim.SGD(model.parameters(), lr=0.01)
+    second = {
+        "ours": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "another model's": lambda: torch.optim.AdamW(nn.Linear(2, 2).parameters()),
+        "an average's": lambda: torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1),
+    }[kind]()
+    return model, first, second
+
+
+@pytest.mark.parametrize("make", (altgrad.record, altgrad.stall))
+@pytest.mark.parametrize("kind", ("ours", "another model's", "an average's"))
+def test_an_optimizer_that_takes_the_place_of_another_is_said_once(kind, make, capsys):
+    model, first, second = another(kind)
+    told = lambda loss: loss
+    with make(model, first, every=1) as meter:
+        steps_of(model, first, told, 3)
+        for _ in range(2): steps_of(model, second, told, 2)
+        if kind != "ours": steps_of(model, first, told, 1)
+    said = capsys.readouterr().err
+    moved = "moved the model's parameters, and the meter was not given that optimizer"
+    assert not meter.stopped
+    if kind == "ours":
+        assert f"4 steps of AdamW, from step 4 on, {moved}" in meter.finding
+        assert said == (
+            f"altgrad.{make.__name__}, step 4: AdamW moves the model's parameters, and the meter was "
+            "not given that optimizer\n"
+        )
+    else: assert moved not in meter.finding and said == ""
+    if kind == "ours" and make is altgrad.record: assert meter.recording.steps == list(range(1, 8))
+    second.step()
+    assert not capsys.readouterr().err, "after the end nothing is seen"
+
+
+class Around(torch.optim.Optimizer):
+    "An optimizer that makes its step by one that it holds."
+    def __init__(self, inner):
+        super().__init__([p for g in inner.param_groups for p in g["params"]], {})
+        self.held = inner
+
+    def step(self, closure=None): return self.held.step()
+
+
+@pytest.mark.parametrize("watched", ("inner", "outer"))
+@pytest.mark.parametrize("make", (altgrad.record, altgrad.stall))
+def test_an_optimizer_within_another_is_no_stranger(make, watched, capsys):
+    model, inner, _ = another("ours")
+    outer = Around(inner)
+    with make(model, inner if watched == "inner" else outer, every=1) as meter:
+        steps_of(model, outer, lambda loss: loss, 3)
+    assert meter.steps == 3 and not meter.unwatched and "not given" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", (altgrad.record, altgrad.stall))
+def test_a_meter_that_nobody_holds_is_let_go(make):
+    model, sgd, other = another("ours")
+    gone = weakref.ref(make(model, sgd).start())
+    parts = [weakref.ref(model), weakref.ref(sgd)]
+    steps_of(model, sgd, lambda loss: loss, 1)
+    del model, sgd, other
+    gc.collect()
+    assert gone() is None and all(part() is None for part in parts)
+
+
+def test_gradients_that_are_dropped_as_they_are_used_are_said_and_nobody_is_accused():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4))
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3, release_gradients=True)
+    optimizer.releases_gradients = True
+    with altgrad.record(model, optimizer, every=1) as recorder, altgrad.stall(model, optimizer) as meter:
+        steps_of(model, optimizer, recorder.loss, 6)
+    told = "gradients were dropped as they were used (release_gradients=True), in steps that a meter does not see"
+    assert recorder.cause is None and recorder.finding == f"nothing broke in 6 steps; {told}"
+    assert meter.finding == f"nothing was measured: {told}"
+
+
+# copies of a model that is recorded
+
+
+def nothing_of_it_is_recorded(copied: nn.Module, recorder: Recorder) -> None:
+    steps = recorder.steps
+    copied(torch.full((2, 8), torch.nan))
+    assert recorder.steps == steps and not recorder.stopped
+
+
+def test_a_model_can_be_saved_and_copied_while_it_is_recorded(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd, every=1) as recorder:
+        average = torch.optim.swa_utils.AveragedModel(model)
+        for _ in range(4):
+            steps_of(model, sgd, recorder.loss, 1)
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+            nothing_of_it_is_recorded(copy.copy(model[0]), recorder)
+            torch.save(model, tmp_path / "model.pt")
+            copies.append(torch.load(tmp_path / "model.pt", weights_only=False))
+            average.update_parameters(model)
+            for one in (*copies, average): nothing_of_it_is_recorded(one, recorder)
+            pickle.dumps(sgd), copy.deepcopy(sgd).step()
+    assert recorder.cause is None and recorder.recording.steps == [1, 2, 3, 4]
+
+
+def test_a_saved_model_asks_for_no_altgrad(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 4))
+    with altgrad.record(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        torch.save(model, tmp_path / "model.pt")
+    read = (
+        "import sys, torch; sys.modules['altgrad'] = None; "
+        "print(torch.load(sys.argv[1], weights_only=False)(torch.ones(1, 8)).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", read, str(tmp_path / "model.pt")], capture_output=True, text=True)
+    assert "torch.Size([1, 4])" in done.stdout, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("draw", (torch.jit.trace, torch.export.export), ids=("trace", "export"))
+def test_a_graph_may_be_drawn_while_a_model_is_recorded(draw):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with altgrad.record(model, sgd, every=1) as recorder:
+        for _ in range(3):
+            steps_of(model, sgd, recorder.loss, 1)
+            draw(model, (torch.ones(2, 8),))
+    assert recorder.cause is None and recorder.recording.steps == [1, 2, 3] and not recorder.stopped
+
+
 # in the loops of frameworks
 
 
@@ -765,6 +1016,18 @@ def test_in_lightning(tmp_path, micro, capsys):
     assert r.steps == [1, 2, 3] and r.losses()[:2].min() > 0 and math.isnan(r.losses()[2])
     assert (cause.kind, cause.layer, cause.step) == ("zero scale", "net.down", 3)
     assert str(watch.meter.cause) == str(cause) and str(cause) in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("every", (1, 10))
+@pytest.mark.parametrize("micro", (1, 2))
+def test_a_healthy_run_in_lightning_is_not_accused(every, micro):
+    "Its optimizers take a closure that makes the gradients."
+    watch = with_lightning(Sums(), Rows(), lightning_record(every=every), steps=25, accumulate_grad_batches=micro)
+    r = watch.meter.recording
+    assert watch.meter.cause is None and r.steps == list(range(1, 26))
+    assert np.isfinite(r.get("net.up", "weight gradient", "amax")).all()
+    assert np.isfinite(r.get("net.up", "weight update", "squares")).all()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,12 +1,16 @@
 """A meter around loops that are not ours: the four threads of its page, what it counts against
 arithmetic by hand, that it changes no bit, and input that would break it."""
 import gc
+import io
 import json
 import math
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
+from itertools import accumulate
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -14,8 +18,6 @@ import optimi
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import altgrad
 from altgrad.basics import InputError
@@ -23,7 +25,7 @@ from altgrad.geometry.optim import RiemannianAdamW, on_grids
 from altgrad.geometry.storage import store_on_grid
 from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
 from altgrad.model.surgery import quantize_model
-from altgrad.watching.attempt import attempt_alone
+from altgrad.watching.attempt import AT_A_TIME, attempt_alone
 from altgrad.watching.stall import FORGOTTEN, AT_ONCE, WATCHED, lightning_stall
 
 BOTH = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
@@ -539,31 +541,59 @@ def test_a_step_within_a_step_and_a_step_that_fails():
     assert all(row.steps == meter.measured for row in meter.tensors.values())
 
 
-def test_memory():
-    "The largest new tensor while a meter looks is a chunk of what is watched, never a weight."
-    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for p in model.parameters(): p.grad = torch.ones_like(p)
+def most_bytes(act) -> int:
+    "The most that is allocated at once while something is done, beyond what there was."
+    with torch.profiler.profile(profile_memory=True) as profile: act()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    sizes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    return max(accumulate((size for _, size in sizes), initial=0))
+
+
+def bytes_of_a_meter(model, optimizer) -> tuple[int, int]:
+    "The most bytes that a meter takes where it starts, and where it measures."
+    for p in model.parameters(): p.grad = torch.randn_like(p)
     optimizer.step()
-    old = {t.untyped_storage().data_ptr() for s in optimizer.state.values() for t in s.values()}
-    old |= {t.untyped_storage().data_ptr() for p in model.parameters() for t in (p, p.grad)}
-
-    class Sizes(TorchDispatchMode):
-        largest = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-            new = [t for t in new if t.untyped_storage().data_ptr() not in old]
-            self.largest = max([self.largest, *(t.untyped_storage().nbytes() for t in new)])
-            return out
-    meter = altgrad.stall(model, optimizer, every=1).start()
-    with Sizes() as sizes:
-        watch = meter._watches[0]
-        assert watch.enter() and watch.leave() is True
+    meter = altgrad.stall(model, optimizer, every=1)
+    began, watch = most_bytes(meter.start), meter._watches[0]
+    def measure(): assert watch.enter() and watch.leave()
+    measured = most_bytes(measure)
     meter.stop()
-    # float64 for every element of a chunk; there are four weights of 2 MiB
-    assert 0 < sizes.largest <= AT_ONCE["cpu"] * 8 < 2**21
+    # no step was made between, which is what the meter finds
+    found = {row.note for row in meter.tensors.values()}
+    assert found <= {"", "the step made again on it alone is not the step that it took"}
+    assert meter.measured == 1 and not meter.stopped
+    return began, measured
+
+
+def squares(n: int, width: int, dtype=torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(n))).to(dtype)
+
+
+@pytest.mark.parametrize("n, width", ((4, 1024), (40, 512)))
+def test_memory(n, width):
+    """At once there are, of each watched element, its code and its update, and a chunk in whose
+    arithmetic there are up to eighteen numbers of float64 for an element."""
+    model = squares(n, width)
+    began, measured = bytes_of_a_meter(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    kept, chunk = n * WATCHED * (2 + 8), AT_ONCE["cpu"] * 8
+    assert 0 < measured <= kept + 18 * chunk
+    assert began <= n * WATCHED * 2 + AT_A_TIME * 16
+    if width == 1024: assert max(began, measured) < width**2 * 2, "less than one weight"
+
+
+@pytest.mark.parametrize("kahan", (False, True))
+@pytest.mark.parametrize("dtype, each", ((torch.bfloat16, 4), (torch.float32, 8)), ids=str)
+def test_memory_where_an_optimizer_is_not_torchs(dtype, each, kahan):
+    """Its step is made on one whole tensor at a time, one trial after another, in float32, or in
+    float64 of a tensor in float32: a weight, its gradient, the states, and a temporary of the step."""
+    model = squares(3, 1024, dtype)
+    optimizer = optimi.AdamW(model.parameters(), lr=1e-4, kahan_sum=kahan)
+    began, measured = bytes_of_a_meter(model, optimizer)
+    states = 3 if kahan and dtype == torch.bfloat16 else 2
+    assert began < 2**19 and measured <= (1 + 1 + states + 1) * each * 1024**2 + 2**19
 
 
 # bad input
@@ -713,6 +743,95 @@ def test_what_is_handed_out():
     assert all(math.isfinite(value) for value in meter.metrics().values())
     assert len(str(meter).splitlines()) == 3 + 8 and "<table>" in meter._repr_html_()
     assert meter.plot().axes[0].get_xticklabels()[0].get_text() == "0"
+
+
+def test_a_meter_as_a_table_has_the_worst_first_and_twenty_rows():
+    from rich.console import Console
+    def printed(meter):
+        console = Console(width=250, record=True, file=io.StringIO())
+        console.print(meter)
+        return console.export_text()
+    model = nn.Sequential(network(), *(nn.Linear(4, 4) for _ in range(20)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with altgrad.stall(model, optimizer) as meter: train(model[0], optimizer, 1)
+    said = printed(meter)
+    rows = [line for line in said.splitlines() if line.startswith("│")]
+    assert "tensors stall in bfloat16" in said and len(rows) == 20 and "and 28 more" in said
+    assert "norm.weight" in rows[0] and "never" in rows[0] and "it has no gradient" in rows[-1]
+    with altgrad.stall(model, optimizer) as meter: pass
+    assert "made no step in the meter" in printed(meter)
+
+
+# in a loop as torchtitan has it
+
+
+class Container(torch.optim.Optimizer):
+    "Several optimizers as one, as torchtitan's OptimizersContainer has them."
+    def __init__(self, parts, kind=torch.optim.AdamW, **settings):
+        self.optimizers = [kind(part.parameters(), **settings) for part in parts]
+        super().__init__([p for part in parts for p in part.parameters()], settings)
+
+    def step(self, *args, **kwargs):
+        for optimizer in self.optimizers: optimizer.step(*args, **kwargs)
+
+    def zero_grad(self, *args, **kwargs):
+        for optimizer in self.optimizers: optimizer.zero_grad(*args, **kwargs)
+
+
+class Processor:
+    "What torchtitan's loop logs."
+    def __init__(self): self.logged = []
+
+    def log(self, step, loss, extra_metrics): self.logged.append((step, loss, extra_metrics))
+
+
+class Titan:
+    "A trainer whose model lies in parts, a stage of a pipeline each."
+    def __init__(self, dtype):
+        whole = network(dtype)
+        self.model_parts = [whole[:2], whole[2:]]
+        self.optimizers = Container(self.model_parts, lr=1e-5)
+        self.schedulers = [torch.optim.lr_scheduler.ConstantLR(o, 1.0) for o in self.optimizers.optimizers]
+        self.metrics_processor, self.step = Processor(), 0
+
+    def train(self, meters, steps=4, told=lambda loss: loss):
+        g = torch.Generator().manual_seed(1)
+        for self.step in range(1, steps + 1):
+            self.optimizers.zero_grad()
+            tokens = torch.randint(64, (8, 17), generator=g)
+            h = tokens[:, :-1]
+            for part in self.model_parts: h = part(h)
+            loss = nn.functional.cross_entropy(h.float().flatten(0, 1), tokens[:, 1:].flatten())
+            told(loss).backward()
+            params = [p for part in self.model_parts for p in part.parameters()]
+            torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+            self.optimizers.step()
+            for scheduler in self.schedulers: scheduler.step()
+            extra = {k: v for meter in meters for k, v in meter.news().items()}
+            self.metrics_processor.log(self.step, loss.item(), extra)
+        return params
+
+
+@BOTH
+def test_in_a_loop_as_torchtitan_has_it(dtype, capsys):
+    watched, plain = Titan(dtype), Titan(dtype)
+    meter = altgrad.stall(watched.model_parts, watched.optimizers, every=2)
+    recorder = altgrad.record(watched.model_parts, watched.optimizers, every=2)
+    with meter, recorder: weights = watched.train((meter, recorder), told=recorder.loss)
+    assert all(torch.equal(a, b) for a, b in zip(weights, plain.train(()), strict=True))
+    logged = watched.metrics_processor.logged
+    measured = [bool(extra) for _, _, extra in logged]
+    assert measured == [True, True, False, True] and (meter.steps, meter.measured) == (4, 3)
+    assert all(math.isfinite(v) for _, _, extra in logged for v in extra.values())
+    assert len(meter.tensors) == 8 and all(row.steps == 3 for row in meter.tensors.values())
+    assert recorder.recording.steps == [1, 2, 3, 4] and not recorder.stopped and not meter.stopped
+    assert recorder.recording.losses().tolist() == [loss for _, loss, _ in plain.metrics_processor.logged]
+    told = capsys.readouterr().err
+    assert not meter.unwatched and not recorder.unwatched and "not given" not in told
+    if dtype == torch.float32: assert not meter.alarms and recorder.cause is None and told == ""
+    else:
+        assert meter.alarms["never moved"] == ["1.norm.weight", "2.norm.weight"]
+        assert recorder.cause.kind == "stalled" and logged[0][2]["stall/all/absorbed"] > 0.5
 
 
 # several processes

@@ -145,7 +145,7 @@ class _Sight:
         """The first step from which on it holds to the end, for at least so many of the steps of
         which it is known: the measured ones, or others."""
         places = np.flatnonzero(self.measured if known is None else known)
-        no = np.flatnonzero(~where[places])
+        no = np.flatnonzero(~where[places].astype(bool))
         begin = int(no[-1]) + 1 if len(no) else 0
         return int(places[begin]) if len(places) - begin >= steps else None
 

@@ -10,6 +10,8 @@ __all__ = ['ROWS', 'SAMPLE', 'EVERY', 'LAST', 'RESTS', 'compare_product', 'Recor
 import math
 import weakref
 from collections import deque
+from contextlib import nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -22,10 +24,10 @@ from torch.optim import Optimizer
 from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
 from .attempt import by_element, precision_of
-from .cause import Cause, Usual, diverges, first_cause, is_broken
-from .loops import (WRAPPERS, LoopMeter, check_every, check_pair, codes_of,
-                                    in_lightning, in_transformers, parts_of_loop, sampled,
-                                    values_of)
+from .cause import Cause, Usual, diverges, first_cause, is_broken, suspects
+from .loops import (RELEASED, WRAPPERS, LoopMeter, check_every, check_pair, codes_of,
+                                    in_lightning, in_transformers, parts_of_loop, releases,
+                                    rich_table, sampled, values_of)
 from .recording import (INDEX, Recording, extreme, first_look, merge, note,
                                         plot_recording, with_shares, write_recording)
 from .what_if import write_dump
@@ -139,7 +141,7 @@ SAMPLE = 2048  # elements of a tensor, at most
 
 def _beside(p: Any, state: dict[str, Any], n: int) -> Tensor:
     "The sampled values of a tensor: of its copy in higher precision where the state has one."
-    own = sampled(values_of(p, state), n)
+    own = values_of(p, state, lambda t: sampled(t, n))
     if isinstance(p.data, GridTensor): return own.double()
     for value in state.values():
         if not isinstance(value, Tensor) or value.shape != p.shape or not value.is_floating_point():
@@ -262,6 +264,10 @@ def _floats(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, (list, tuple)):
         for value in values: yield from _floats(value)
 
+def _copies(**tensors: Tensor | None) -> dict[str, Tensor]:
+    "Copies of the tensors that are there."
+    return {name: t.detach().clone() for name, t in tensors.items() if t is not None}
+
 class _Seen:
     "What was found of the last tensors, so that one that several layers take is looked at once."
     def __init__(self, look: Callable[[Tensor], Any]):
@@ -283,7 +289,7 @@ class _Forward:
     "What a recorder sees of forward and backward passes."
     def __init__(self, recorder: "Recorder"): self.r = recorder
 
-    def begin(self, *given: Any) -> None:
+    def begin(self, module: nn.Module | None = None, *given: Any) -> None:
         "Before a forward pass of the whole model, or after one of the first of its layers."
         r = self.r
         if not torch.is_grad_enabled(): return
@@ -298,32 +304,47 @@ class _Forward:
             if r._row.full: r._row.add("", "input", *first_look(x))
             else: r._row.note("", "input", "amax", extreme(x))
 
-    def end(self, out: Any) -> None:
+    def end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         "After a forward pass of the whole model: models of transformers return their loss."
         loss = out.get("loss") if isinstance(out, dict) else None
         if self.r._row is None or not torch.is_grad_enabled() or not isinstance(loss, Tensor): return
         self.r._row.returned.append(loss.detach())
 
-    def layer(self, name: str, module: nn.Module, given: Any, out: Any) -> None:
+    def layer(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         "After a layer's forward pass."
         r = self.r
         if not torch.is_grad_enabled(): return
         if torch.compiler.is_compiling(): raise InputError("a part of the model is compiled")
         if r._row is None or r._over(): self.begin()  # somebody calls layers, and not the model
         if (row := r._row) is None: return
+        x, y = next(_floats([args, kwargs]), None), next(_floats(out), None)
+        self.seen(row, name, module, x, y)
+        if isinstance(module, nn.MultiheadAttention):
+            self.attention(row, name, module, args, kwargs, y)
+
+    def attention(self, row: _Row, name: str, module: Any, args: Any, kwargs: Any,
+                  y: Any) -> None:
+        "Two products of attention that no layer is called for; the last one is that of `out_proj`."
+        self.seen(row, self.r._owner(module.out_proj.weight)[0], module.out_proj, None, y)
+        if not self.r.dump or not row.full or module.in_proj_weight is None: return
+        given = {**dict(zip(("query", "key", "value"), args)), **kwargs}
+        x = given["query"] if given["query"] is given["key"] is given["value"] else None
+        row.held[name] = _copies(input=x, weight=module.in_proj_weight)
+
+    def seen(self, row: _Row, name: str, module: nn.Module, x: Any, y: Any) -> None:
+        "A layer's weights, the first tensor that it was given, and the first that it returned."
+        r = self.r
         if name not in r.facts_of_layers: r.facts_of_layers[name] = _facts_of(name, module)
         if getattr(module, "running_mean", None) is not None and not module.training:
             r.facts_of_layers[name]["stored"] = True  # it divides by stored statistics
-        x, y = next(_floats(given), None), next(_floats(out), None)
         if name not in row.called: self.weights(row, name, module)
         row.called.add(name)
         if not row.full: return self.glance(row, name, module, x, y)
         self.measure(row, name, module, x, y)
-        if r.dump and r.facts_of_layers[name]["fan_in"] and x is not None:
-            kept = {"input": x, "weight": _matrix(module)}
-            row.held[name] = {k: t.detach().clone() for k, t in kept.items()}
+        held = {}
+        if r.dump and r.facts_of_layers[name]["fan_in"]:
+            row.held[name] = held = _copies(input=x, weight=_matrix(module))
         if y is None or not y.requires_grad: return
-        held = row.held.get(name)
         y.register_hook(lambda g: r._guarded(self.gradient, name, g, held))
 
     def weights(self, row: _Row, name: str, module: nn.Module) -> None:
@@ -353,15 +374,15 @@ class _Forward:
         row.broke = not math.isfinite(amax)
         if row.broke: self.measure(row, name, module, x, y)
 
-    def gradient(self, name: str, g: Tensor, held: dict[str, Tensor] | None) -> None:
+    def gradient(self, name: str, g: Tensor, held: dict[str, Tensor]) -> None:
         "When the gradient of a layer's output is known."
         r, row = self.r, self.r._row
         if row is None or not g.numel(): return
         if not r._backward:
             r._backward = True
             r._fresh = {i: True for i in range(len(r.optimizers))}
-            r._old = {i for i, o in enumerate(r.optimizers) if r._stale(o)}
-        if held is not None: held["gradient"] = g.detach().clone()
+            r._old = {i for i, o in enumerate(r.optimizers) if _is_stale(r, o)}
+        if held: held["gradient"] = g.detach().clone()
         self.add(name, "gradient", g, first_look(g))
 
     def add(self, layer: str, tensor: str, x: Tensor, found: tuple[Tensor, Tensor]) -> None:
@@ -371,6 +392,16 @@ class _Forward:
         told = precision_of(x).name if isinstance(x, GridTensor) else str(x.dtype)
         self.r.dtypes.setdefault(f"{layer}|{tensor}", told.removeprefix("torch."))
 
+# %% ../../nbs/watching/13_record.ipynb #17526663
+def _is_stale(r: "Recorder", optimizer: Optimizer) -> bool:
+    "Whether gradients are there before those of a backward pass arrive."
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    order = {name: i for i, name in enumerate(r.facts_of_layers)}
+    held = [(p, name) for p, name, main in r._owners.values()
+            if main and name in order and id(p) in own]
+    early = sorted(held, key=lambda pair: order[pair[1]])
+    return bool(early) and all(p.grad is not None and p.grad.any() for p, _ in early[:4])
+
 # %% ../../nbs/watching/13_record.ipynb #60f4146e
 class _Steps:
     "What a recorder sees of an optimizer."
@@ -378,35 +409,71 @@ class _Steps:
         self.r, self.number, self.optimizer = recorder, number, optimizer
         self.kept: list[tuple[str, _Before, dict]] = []
         self.samples: list[tuple[str, Any, Tensor]] = []  # the same of a step that is not measured
-        self.depth, self.returned = 0, True
+        self.depth, self.returned, self.looks = 0, True, 0
+
+    def enter(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Before a step. Gradients that a closure makes are looked at where it ends: then the
+        step's arguments are returned with another closure."""
+        inside = self.depth > 0 and not self.returned  # a step within a step is part of it
+        self.depth, self.returned = (self.depth + 1 if inside else 1), False
+        if inside or self.r.stopped: return None
+        self.kept, self.samples, self.looks = [], [], 0
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self.watched(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self.watched(args[1]), *args[2:]), kwargs
+        return self.r._guarded(self.before)
+
+    def watched(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        "A closure, and after it a look at the gradients that it made."
+        @wraps(closure)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            result = closure(*args, **kwargs)
+            self.r._guarded(self.before)
+            return result
+        return made
+
+    def leave(self, *args: Any) -> None:
+        "After a step."
+        self.depth, self.returned = self.depth - 1, True
+        if not self.depth: self.r._guarded(self.after)
 
     @torch.no_grad()
     def before(self) -> None:
-        "Before a step: gradients, and samples of the weights."
-        r, row, o = self.r, self.r._row, self.optimizer
-        inside = self.depth > 0 and not self.returned  # a step within a step is part of it
-        self.depth, self.returned = (self.depth + 1 if inside else 1), False
-        if inside or row is None: return
-        self.kept, self.samples = [], []
+        """Before a step, or within it when its gradients are there: these, and samples of the
+        weights."""
+        row = self.r._row
+        if row is None: return
+        self.looks += 1
+        if self.looks == 1: self.count(row)
+        for group, p, name, main in self.held(row): self.gradient(row, group, p, name, main)
+
+    def count(self, row: _Row) -> None:
+        "Count a step, and say whether its gradients are new."
+        r = self.r
         row.facts["steps"] += 1
         if self.number in r._old: row.facts["stale"] = True
         again = row.full and r._fresh.get(self.number) is False
         if again: row.facts["repeated"] = True
         elif self.number in r._stepped: r._in_turn = set(r._stepped)  # the others do not come
         self.rate(row)
-        for group, p, name, main in self.held(row):
-            if p.grad is None:
-                if main and p.requires_grad: row.facts.setdefault("cut", []).append(name)
-            elif not main: row.note(name, "weight gradient", "finite", extreme(p.grad))
-            elif not row.full: self.glance(row, name, p)
-            else:
-                r._forward.add(name, "weight gradient", p.grad, first_look(p.grad))
-                self.kept.append((name, _Before(p, group, o.state.get(p, {}), o), group))
 
-    def glance(self, row: _Row, name: str, p: Any) -> None:
+    def gradient(self, row: _Row, group: dict[str, Any], p: Any, name: str, main: bool) -> None:
+        "A parameter's gradient; the first time in a step also a sample of what it holds."
+        o, first = self.optimizer, self.looks == 1
+        if p.grad is None:
+            if releases(o): self.r.released = True
+            elif first and main and p.requires_grad: row.facts.setdefault("cut", []).append(name)
+        elif not main: row.note(name, "weight gradient", "finite", extreme(p.grad))
+        elif not row.full: self.glance(row, name, p, first)
+        else:
+            self.r._forward.add(name, "weight gradient", p.grad, first_look(p.grad))
+            if first: self.kept.append((name, _Before(p, group, o.state.get(p, {}), o), group))
+
+    def glance(self, row: _Row, name: str, p: Any, first: bool) -> None:
         "A gradient's largest magnitude, and a sample of the weights of a product."
         row.note(name, "weight gradient", "amax", extreme(p.grad))
-        if self.r.facts_of_layers[name]["fan_in"] is None: return
+        if not first or self.r.facts_of_layers[name]["fan_in"] is None: return
         self.samples.append((name, p, sampled(codes_of(p), min(SAMPLE, p.numel())).float().clone()))
 
     def rate(self, row: _Row) -> None:
@@ -428,8 +495,8 @@ class _Steps:
     def after(self) -> None:
         "After a step: updates and moments."
         r, row, o = self.r, self.r._row, self.optimizer
-        self.depth, self.returned = self.depth - 1, True
-        if self.depth or row is None: return
+        if row is None: return
+        if not self.looks: row.facts["steps"] += 1  # it has a closure, and never called it
         r._stepped.add(self.number)
         r._backward, r._fresh[self.number] = False, False
         for _, p, name, main in self.held(row):
@@ -497,6 +564,7 @@ class Recorder(LoopMeter):
         self._stepped: set[int] = set()  # optimizers that made a step since the row began
         self._in_turn = set(range(len(optimizers)))  # those that a step waits for
         self._old: set[int] = set()  # optimizers whose gradients were there before the backward pass
+        self.released = False  # whether gradients were gone before a step
         self._risen = False  # whether a loss was seen to rise
         self._due = False  # whether that is to be told after the next measured step
         self._broken = 0  # steps since the first sign of a break
@@ -517,7 +585,7 @@ class Recorder(LoopMeter):
         batch: Any,  # tensors, alone or in dictionaries and lists
     ) -> None:
         "Begin a step with its data, where the loop does not give them to the model itself."
-        if self._handles: self._guarded(self._forward.begin, batch)
+        if self._handles: self._guarded(self._forward.begin, None, batch)
 
     def _idle(self) -> bool: return not any(facts["steps"] for _, facts, _ in self._all())
     def _end(self) -> None:
@@ -525,6 +593,9 @@ class Recorder(LoopMeter):
         if self._due: _report(self)
 
     def _give_up(self) -> None: self._row = None
+
+    def _other_stepped(self) -> None: self._stepped |= self._in_turn
+    def _now(self) -> int: return self.steps
 
     def _let_go(self) -> None:
         if not self.saved and self.folder is not None and self._all(): _save_last(self)
@@ -547,7 +618,9 @@ class Recorder(LoopMeter):
         if self.stopped: return f"the recorder stopped at step {self.steps}: {self.stopped}"
         if not self.steps: return "nothing was recorded: the model made no forward pass"
         found = self.cause
-        return str(found) if found else _nothing(self.steps, self._idle())
+        said = [str(found) if found else _nothing(self.steps, self._idle()), self.unseen]
+        if self.released and not found: said.append(RELEASED)
+        return "; ".join(filter(None, said))
 
     def save(
         self,
@@ -559,6 +632,8 @@ class Recorder(LoopMeter):
         write_recording(self.recording, folder)
         if self._dumped is not None: write_dump(folder, *self._dumped)
         if self.folder is None or Path(folder) == Path(self.folder): self.saved = str(folder)
+
+    def __rich__(self) -> Any: return rich_table(self.finding, _worst(self.recording))
 
     def _repr_html_(self) -> str:
         facts = {"steps": self.steps, "layers": len(self.facts_of_layers), "folder": self.saved}
@@ -595,15 +670,6 @@ class Recorder(LoopMeter):
             self._owners.setdefault(id(p), (p, "", False))
         return self._owners[id(p)][1:]
 
-    def _stale(self, optimizer: Optimizer) -> bool:
-        "Whether gradients are there before those of a backward pass arrive."
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        order = {name: i for i, name in enumerate(self.facts_of_layers)}
-        held = [(p, name) for p, name, main in self._owners.values()
-                if main and name in order and id(p) in own]
-        early = sorted(held, key=lambda pair: order[pair[1]])
-        return bool(early) and all(p.grad is not None and p.grad.any() for p, _ in early[:4])
-
     def _over(self) -> bool:
         "Whether the step is over: every optimizer that steps in turn has made its own."
         return bool(self._stepped) and self._in_turn <= self._stepped
@@ -622,26 +688,41 @@ class Recorder(LoopMeter):
         _look(self, closed)
         if self.dump and row.full and not self._broken: self._dumped = row.step, row.held
 
+# %% ../../nbs/watching/13_record.ipynb #a09701d9
+class _Hook:
+    """What a module of a recorder calls. A copy of a model, in memory or in a file, has in its
+    place what does nothing, and of which the file's reader needs nothing."""
+    def __init__(self, recorder: "Recorder", module: nn.Module, what: str, *given: Any):
+        self.recorder, self.module = weakref.ref(recorder), weakref.ref(module)
+        self.what, self.given = what, given  # a method of `_Forward`, and its first arguments
+
+    def __call__(self, module: nn.Module, *seen: Any) -> None:
+        r = self.recorder()
+        if r is None or module is not self.module() or _is_drawn(): return
+        r._guarded(getattr(r._forward, self.what), *self.given, module, *seen)
+
+    def __reduce__(self) -> tuple: return getattr, (nullcontext(), "__exit__")
+
+def _is_drawn() -> bool:
+    "Whether a model is called so that its graph is written down."
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
 # %% ../../nbs/watching/13_record.ipynb #a09701da
 def _hook(r: Recorder) -> None:
     "Ask the model's layers and the optimizers to call a recorder."
     for model in r.models:
-        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            r._guarded(r._forward.begin, args, kwargs)
-        r._handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
+        hook = _Hook(r, model, "begin")
+        r._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
     for name, layer in _layers(r.models):
-        def seen(m: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
-            r._guarded(r._forward.layer, name, m, [args, kwargs], out)
-        r._handles.append(layer.register_forward_hook(seen, with_kwargs=True))
+        hook = _Hook(r, layer, "layer", name)
+        r._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
     for model in r.models:
-        def end(module: nn.Module, args: Any, out: Any) -> None: r._guarded(r._forward.end, out)
-        r._handles.append(model.register_forward_hook(end))
+        hook = _Hook(r, model, "end")
+        r._handles.append(model.register_forward_hook(hook, with_kwargs=True))
     for number, optimizer in enumerate(r.optimizers):
         watch = _Steps(r, number, optimizer)
-        def before(*args: Any, watch: _Steps = watch) -> None: r._guarded(watch.before)
-        def after(*args: Any, watch: _Steps = watch) -> None: r._guarded(watch.after)
-        r._handles.append(optimizer.register_step_pre_hook(before))
-        r._handles.append(optimizer.register_step_post_hook(after))
+        r._handles.append(optimizer.register_step_pre_hook(watch.enter))
+        r._handles.append(optimizer.register_step_post_hook(watch.leave))
 
 # %% ../../nbs/watching/13_record.ipynb #d41b8410
 def _look(r: Recorder, closed: tuple[int, dict[str, Any], dict]) -> None:
@@ -686,6 +767,24 @@ def _recording(r: Recorder) -> Recording:
         [step for step, *_ in rows], [facts for _, facts, _ in rows],
         list(r.facts_of_layers.values()), series, values, r.dtypes, r.forgotten, r.stopped,
     )
+
+# %% ../../nbs/watching/13_record.ipynb #f5cab326
+def _last(r: Recording, layer: str, tensor: str) -> str:
+    "The last largest magnitude that is known of a tensor, as text."
+    values = r.get(layer, tensor, "amax")
+    known = values[~np.isnan(values)]
+    if r.bad(layer, tensor).any(): return "not finite"
+    return f"{known[-1]:.3g}" if len(known) else "-"
+
+def _worst(r: Recording) -> list[dict[str, str]]:
+    "A row for each layer, those first that left their range, in the order in which they did."
+    left: dict[str, str] = {}
+    for one, _ in suspects(r):
+        left.setdefault(one.layer or "the model", f"{one.kind}, step {r.steps[one.place]}")
+    names = dict.fromkeys([*left, *(layer["name"] for layer in r.layers)])
+    tensors = ("input", "output", "gradient", "weight", "weight gradient")
+    amax = lambda name: {f"amax of {t}": _last(r, name, t) for t in tensors}
+    return [{"layer": name, "left its range": left.get(name, "-"), **amax(name)} for name in names]
 
 # %% ../../nbs/watching/13_record.ipynb #01d83c39
 def _check(folder: Path | str | None, every: Any, last: Any, dump: bool) -> None:

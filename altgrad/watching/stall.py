@@ -9,6 +9,7 @@ __all__ = ['ATTEMPTED', 'DONE', 'SUMS', 'KEPT', 'WATCHED', 'FORGOTTEN', 'HALF', 
 # %% ../../nbs/watching/10_stall.ipynb #7676a1a9
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Callable, Iterable
 
@@ -19,11 +20,11 @@ from torch.optim import Optimizer
 
 from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
-from .attempt import (Attempt, Precision, attempt, attempt_alone, by_element,
+from .attempt import (AT_A_TIME, Attempt, Precision, attempt, attempt_alone, by_element,
                                       decay_moves, half_gap, moves, precision_of)
-from .loops import (LoopMeter, check_every, check_pair, codes_of, in_lightning,
-                                    in_transformers, local, names_of, parts_of_loop, sampled,
-                                    values_of)
+from .loops import (RELEASED, LoopMeter, check_every, check_pair, codes_of,
+                                    in_lightning, in_transformers, local, names_of, parts_of_loop,
+                                    releases, rich_table, sampled, values_of)
 
 # %% ../../nbs/watching/10_stall.ipynb #12572b88
 ATTEMPTED = (  # sums that an attempt has
@@ -115,30 +116,44 @@ _BFLOAT16 = precision_of(torch.empty(0, dtype=torch.bfloat16))
 _FLOAT32 = precision_of(torch.empty(0, dtype=torch.float32))
 _FLOAT64 = precision_of(torch.empty(0, dtype=torch.float64))
 
-def _smallest_kept(half: Tensor, w: Tensor, u: Tensor, at: Precision) -> dict[str, Tensor]:
-    """The smallest update that each way of storing keeps, in units of the scale;
+def _smallest_kept(
+    half: Tensor, w: Tensor, u: Tensor, at: Precision
+) -> dict[str, Callable[[], Tensor]]:
+    """What makes the smallest update that each way of storing keeps, in units of the scale;
     `half` is half the distance to the neighbour."""
     beside = _BFLOAT16 if at.mantissa_bits < _BFLOAT16.mantissa_bits else at
     least = 2.0 ** (beside.min_exponent - beside.mantissa_bits - 1)
     sums = _FLOAT32 if at.mantissa_bits < _FLOAT32.mantissa_bits else _FLOAT64
     return {
-        "more4": half / 2**4,
-        "more8": half / 2**8,
-        "kahan": (half / 2 ** (beside.mantissa_bits + 2)).clamp(min=least),
-        "stochastic": half_gap(w, u, sums),
+        "more4": lambda: half / 2**4,
+        "more8": lambda: half / 2**8,
+        "kahan": lambda: (half / 2 ** (beside.mantissa_bits + 2)).clamp(min=least),
+        "stochastic": lambda: half_gap(w, u, sums),
     }
 
 # %% ../../nbs/watching/10_stall.ipynb #8d748f96
+def _samples(tensors: Iterable[Tensor], watched: int) -> Tensor:
+    "The samples of tensors of one dtype as rows, in this dtype; in float32 where it has 8 bits."
+    rows = [sampled(t, watched) for t in tensors]
+    return torch.stack([row if row.itemsize > 1 else row.float() for row in rows])
+
+def _holds(params: list[Any], states: list[dict[str, Any]], watched: int) -> Tensor:
+    "What tensors hold, with what is kept beside them, as rows; float64."
+    pick = partial(sampled, watched=watched)
+    rows = [values_of(p, state, pick).double() for p, state in zip(params, states)]
+    return torch.stack(rows)
+
 def _stack(tensors: Iterable[Tensor], watched: int) -> Tensor:
-    "The samples of tensors of one dtype as rows, float64."
-    return torch.stack([sampled(t, watched) for t in tensors]).double()
+    "The same in float64."
+    return _samples(tensors, watched).double()
 
 # %% ../../nbs/watching/10_stall.ipynb #3bfb300d
 def _checksum(p: Any) -> int:
     "A number that changes, but for coincidence, when an element does."
     parts = p.data.parts().values() if isinstance(p.data, GridTensor) else [local(p.detach())]
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return sum(int(part.contiguous().view(whole[part.itemsize]).sum()) for part in parts)
+    pieces = (x for part in parts for x in part.contiguous().reshape(-1).split(AT_A_TIME))
+    return sum(int(x.view(whole[x.itemsize]).sum()) for x in pieces)
 
 # %% ../../nbs/watching/10_stall.ipynb #2b2c5c53
 @dataclass
@@ -149,33 +164,43 @@ class _Batch:
     rows: list[TensorStall]
     params: list[Any]
     at: Precision
-    w: Tensor  # [tensors, watched] float64: the values of the codes
-    values: Tensor  # the same, with what is kept beside them
+    codes: Tensor  # [tensors, watched]: their values, as they are stored
+    beside: Tensor | None  # float64, the same shape: with what is kept beside them, if anything is
     state: dict[str, Any]  # of these elements
     compensated: bool  # whether something is kept beside the codes
     masters: dict[str, Tensor] = field(default_factory=dict)  # states that equal the codes
     attempt: Attempt | None = None
     sums: Tensor | None = None  # [tensors, sums]: `ATTEMPTED`
     decay_moved: int = 0  # elements that decay moves by itself, where an optimizer is asked
-    factor: Tensor | None = None  # of each element: its update is so many times too small
+
+    @property
+    def w(self) -> Tensor:
+        "The values of the codes, float64."
+        return self.codes.double()
+
+    @property
+    def values(self) -> Tensor:
+        "What the tensors hold, float64."
+        return self.w if self.beside is None else self.beside
 
     def only(self, which: list[int]) -> "_Batch":
         "The batch of some of its tensors."
         rows, params = [self.rows[i] for i in which], [self.params[i] for i in which]
         many = {k: v for k, v in self.state.items() if isinstance(v, Tensor) and v.dim() > 1}
         state = self.state | {k: v[which] for k, v in many.items()}
-        w, values = self.w[which], self.values[which]
-        return replace(self, rows=rows, params=params, w=w, values=values, state=state)
+        codes, beside = self.codes[which], None if self.beside is None else self.beside[which]
+        return replace(self, rows=rows, params=params, codes=codes, beside=beside, state=state)
 
     def scale(self) -> Tensor | float:
         "The scales of the watched elements, a row a tensor."
         grids = [p.data for p in self.params if isinstance(p.data, GridTensor)]
         scales = [grid.scale.expand(grid.shape) for grid in grids]
-        return _stack(scales, self.w.shape[1]) if scales else 1.0
+        return _stack(scales, self.codes.shape[1]) if scales else 1.0
 
     def redo(self, factor: float = 1.0) -> Attempt:
         "Make the step of these elements on copies; gradients are multiplied by `factor`."
-        g = _stack([p.grad for p in self.params if p.grad is not None], self.w.shape[1]) * factor
+        n = self.codes.shape[1]
+        g = _stack([p.grad for p in self.params if p.grad is not None], n) * factor
         return attempt(self.optimizer, self.group, self.w, g, self.state)
 
 # %% ../../nbs/watching/10_stall.ipynb #c9f6160c
@@ -183,20 +208,29 @@ def _sum_attempt(b: _Batch, tried: Attempt) -> None:
     "Put `ATTEMPTED` of a batch into it, and forget its state and its decay."
     scale, finite = b.scale(), tried.update.isfinite() & b.values.isfinite()
     u, decay = tried.update.where(finite, 0), tried.decay.where(finite, 0)
-    z, uz, mass = b.w / scale, u / scale, u.abs()
-    half = half_gap(z, uz, b.at)
-    kept = {"nearest": moves(z, uz, b.at)}
-    for name, least in _smallest_kept(half, z, uz, b.at).items(): kept[name] = uz.abs() >= least
-    sums = {
-        "updates": u != 0, "mass": mass, "decays": decay != 0,
-        "decays_absorbed": (decay != 0) & ~moves(z, decay / scale, b.at),
-        "small": (uz.abs() / (2 * half)).where(uz.abs() < SMALL * half, 0),
-        "decay_expected": decay.abs() / scale / (2 * half_gap(z, decay, b.at)),
+    z, uz = b.w / scale, u / scale
+    half, mass, size = half_gap(z, uz, b.at), u.abs(), uz.abs()
+    sums: dict[str, Callable[[], Tensor]] = {  # made one after another
+        "updates": lambda: u != 0, "mass": lambda: mass, "decays": lambda: decay != 0,
+        "decays_absorbed": lambda: (decay != 0) & ~moves(z, decay / scale, b.at),
+        "nearest": lambda: mass * moves(z, uz, b.at),
+        "small": lambda: (size / (2 * half)).where(size < SMALL * half, 0),
+        "decay_expected": lambda: decay.abs() / scale / (2 * half_gap(z, decay, b.at)),
     }
-    columns = [sums[k] if k in sums else mass * kept[k] for k in ATTEMPTED]
-    b.sums = torch.stack([column.sum(1).double() for column in columns], 1)
-    b.factor = (half / uz.abs()).where(u != 0, torch.nan).float()
+    for name, least in _smallest_kept(half, z, uz, b.at).items():
+        sums[name] = partial(_beyond, mass, size, least)
+    b.sums = torch.stack([sums[name]().sum(1).double() for name in ATTEMPTED], 1)
     b.attempt, b.state = Attempt(u, u[:0], tried.linear), {}
+
+def _beyond(mass: Tensor, size: Tensor, least: Callable[[], Tensor]) -> Tensor:
+    "The mass of what reaches a size."
+    return mass * (size >= least())
+
+def _factor(b: _Batch, u: Tensor) -> Tensor:
+    "By which factor each element's update is too small; float32."
+    scale = b.scale()
+    half = half_gap(b.w / scale, u / scale, b.at) * scale
+    return (half / u.abs()).where(u != 0, torch.nan).float()
 
 # %% ../../nbs/watching/10_stall.ipynb #d8e60302
 SMALL = 0.8  # of half a gap: rounding to nearest undoes it, even if it is off by a fifth
@@ -207,16 +241,17 @@ def _error(at: Precision) -> float:
 
 def _sum_done(b: _Batch, u: Tensor, after: Tensor) -> Tensor:
     "`DONE` of each tensor, given what it holds after the step."
-    scale, finite = b.scale(), after.isfinite() & b.values.isfinite()
-    way = (after - b.values).where(finite, 0)
+    scale, values = b.scale(), b.values
+    finite = after.isfinite() & values.isfinite()
+    way = (after - values).where(finite, 0)
     half, mass = half_gap(b.w / scale, u, b.at) * scale, u.abs()
     stays, small = finite & (way == 0) & (u != 0), (u != 0) & (mass < SMALL * half)
-    columns = {
-        "absorbed": stays, "mass_absorbed": mass * stays, "mass_arrived": way * u.sign(),
-        "small_moved": small & ~stays,
-        "strange": finite & ((way - u).abs() > 4 * half + mass * _error(b.at)),
+    columns: dict[str, Callable[[], Tensor]] = {
+        "absorbed": lambda: stays, "mass_absorbed": lambda: mass * stays,
+        "mass_arrived": lambda: way * u.sign(), "small_moved": lambda: small & ~stays,
+        "strange": lambda: finite & ((way - u).abs() > 4 * half + mass * _error(b.at)),
     }
-    return torch.stack([columns[name].sum(1).double() for name in DONE], 1)
+    return torch.stack([columns[name]().sum(1).double() for name in DONE], 1)
 
 # %% ../../nbs/watching/10_stall.ipynb #9fa03b6d
 def _decays_alone(b: _Batch) -> bool:
@@ -241,8 +276,8 @@ def _refusal(p: Tensor, row: TensorStall) -> str:
         return f"its format changed from {row.stored} to {stored}"
     return ""
 
-def _gradient_refusal(p: Tensor) -> str:
-    if p.grad is None: return "it has no gradient"
+def _gradient_refusal(p: Tensor, optimizer: Optimizer) -> str:
+    if p.grad is None: return RELEASED if releases(optimizer) else "it has no gradient"
     return "its gradient is sparse" if p.grad.layout != torch.strided else ""
 
 def _alone_refusal(closure: bool) -> str:
@@ -277,17 +312,19 @@ def _common_state(params: list[Tensor], states: list[dict], watched: int) -> dic
 def _batch(o: Optimizer, group: dict, params: list[Tensor], rows: list[TensorStall]) -> _Batch:
     "What is kept of tensors before a step."
     states, n = [o.state.get(p, {}) for p in params], rows[0].watched
-    w = _stack(map(codes_of, params), n)
-    values = _stack((values_of(p, state) for p, state in zip(params, states)), n)
+    codes = _samples(map(codes_of, params), n)
+    values = _holds(params, states, n)
+    beside = None if torch.equal(values, codes.double()) else values
     state = _common_state(params, states, n) if by_element(o) else {}
-    beside = not torch.equal(values, w)
-    if not beside: values = w  # once in memory
-    return _Batch(o, dict(group), rows, params, precision_of(params[0]), w, values, state, beside)
+    at, kept = precision_of(params[0]), beside is not None
+    return _Batch(o, dict(group), rows, params, at, codes, beside, state, kept)
 
 def _batch_alone(o: Optimizer, group: dict, p: Tensor, row: TensorStall) -> _Batch:
     "The same of one tensor whose optimizer has to see the whole of it, with its attempt."
-    found, b, n = attempt_alone(o, group, p), _batch(o, group, [p], [row]), row.watched
-    b.attempt = Attempt(_stack([found.update], n), _stack([found.decay], n), found.linear)
+    n = row.watched
+    found = attempt_alone(o, group, p, lambda t: sampled(t, n))
+    b = _batch(o, group, [p], [row])
+    b.attempt = Attempt(found.update[None], found.decay[None], found.linear)
     for key, state in o.state.get(p, {}).items():
         if not isinstance(state, Tensor) or state.shape != p.shape: continue
         if state.itemsize <= p.itemsize or isinstance(p.data, GridTensor): continue
@@ -301,15 +338,15 @@ def _batch_alone(o: Optimizer, group: dict, p: Tensor, row: TensorStall) -> _Bat
 # %% ../../nbs/watching/10_stall.ipynb #f47eb999
 def _after(b: _Batch) -> tuple[Tensor, Precision]:
     "What the tensors hold after a step, and in which precision."
-    states, n = [b.optimizer.state.get(p, {}) for p in b.params], b.w.shape[1]
+    states, n = [b.optimizer.state.get(p, {}) for p in b.params], b.codes.shape[1]
     for key, before in b.masters.items():
         now = _stack([states[0][key]], n)
         same = torch.equal(now[0].to(b.params[0].dtype), sampled(b.params[0], n))
         if same and now.any():
-            b.values, b.compensated = before, True
+            b.beside, b.compensated = before, True
             if b.attempt: b.attempt.update += b.w - before  # it began at the codes
             return now, precision_of(states[0][key])
-    return _stack((values_of(p, s) for p, s in zip(b.params, states)), n), b.at
+    return _holds(b.params, states, n), b.at
 
 # %% ../../nbs/watching/10_stall.ipynb #51eaa8f1
 def _as_expected(moves: np.ndarray) -> bool:
@@ -370,7 +407,7 @@ class _Watch:
         for number, group in enumerate(o.param_groups):
             for p in group["params"]:
                 row = self.row_of(p)
-                row.note = _refusal(p, row) or alone or ("" if closure else _gradient_refusal(p))
+                row.note = _refusal(p, row) or alone or ("" if closure else _gradient_refusal(p, o))
                 if row.note: continue
                 key = number, _signature(p, row.watched, o.state.get(p, {})) if known else id(p)
                 alike.setdefault(key, []).append(p)
@@ -404,17 +441,18 @@ class _Watch:
     @torch.no_grad()
     def compare(self, batches: list[_Batch]) -> None:
         "What was attempted, beside what the step did."
-        factors: list[tuple[Tensor, Tensor]] = []
+        factors: list[tuple[np.ndarray, float]] = []
         linear = True
-        for b in batches:
+        while batches:
+            b = batches.pop(0)  # let go when it is summed
             if b.attempt is None:
-                for p, row in zip(b.params, b.rows): row.note = _gradient_refusal(p)
+                for p, row in zip(b.params, b.rows): row.note = _gradient_refusal(p, b.optimizer)
                 b = b.only([i for i, row in enumerate(b.rows) if not row.note])
                 if not b.rows: continue
                 b.attempt = b.redo()
             factor, proportional = self.add(b)
-            weight = torch.tensor([row.elements / row.watched for row in b.rows])
-            factors.append((factor.flatten().cpu(), weight.repeat_interleave(factor.shape[1])))
+            weights = [row.elements / row.watched for row in b.rows]
+            factors += zip(factor.cpu().numpy(), weights)
             linear = linear and proportional
         self.lr_factor = _weighted_median(factors) if linear else None
 
@@ -425,14 +463,14 @@ class _Watch:
         tried = b.attempt
         assert tried is not None
         if b.sums is None: _sum_attempt(b, tried)
-        assert b.sums is not None and b.factor is not None and b.attempt is not None
-        done = _sum_done(b, b.attempt.update, after)
+        assert b.sums is not None and b.attempt is not None
+        done, factor = _sum_done(b, b.attempt.update, after), _factor(b, b.attempt.update)
         sums = torch.cat([b.sums, done], 1).cpu().numpy()
-        half, rate = b.factor.nanmedian(1).values.tolist(), _rate(b.group)
+        half, rate = factor.nanmedian(1).values.tolist(), _rate(b.group)
         for i, row in enumerate(b.rows):
             if sums[i, SUMS.index("strange")] > row.watched / 20:
                 row.note = "the step made again on it alone is not the step that it took"
-                b.factor[i] = torch.nan
+                factor[i] = torch.nan
                 continue
             row.steps, row.last, row.sums = row.steps + 1, sums[i], row.sums + sums[i]
             row.lr, row.decay_alone = rate, _decays_alone(b)
@@ -443,7 +481,7 @@ class _Watch:
             self.small += sums[i, SUMS.index("small")], sums[i, SUMS.index("small_moved")]
             expected = sums[i, SUMS.index("decay_expected")] * row.elements / row.watched
             self.decay += expected, b.decay_moved
-        return b.factor, tried.linear
+        return factor, tried.linear
 
 # %% ../../nbs/watching/10_stall.ipynb #c7b7340e
 def _rate(group: dict[str, Any]) -> float | None:
@@ -451,16 +489,19 @@ def _rate(group: dict[str, Any]) -> float | None:
     rate = group.get("lr")
     return None if rate is None else float(rate)
 
-def _weighted_median(parts: list[tuple[Tensor, Tensor]]) -> float | None:
-    """The smallest value that half of the weight is no larger than, of pairs of values and
-    weights; NaN is left out."""
-    if not parts: return None
-    values, weights = (torch.cat(both) for both in zip(*parts))
-    weights = weights[~values.isnan()]
-    values, order = values[~values.isnan()].sort()
-    if not len(values): return None
-    reached = weights[order].cumsum(0, dtype=torch.float64)
-    return float(values[torch.searchsorted(reached, reached[-1] / 2)])
+def _weighted_median(rows: list[tuple[np.ndarray, float]]) -> float | None:
+    """The smallest value that half of the weight is no larger than, of float32 values that are not
+    negative and the weight of each in a row; NaN is left out."""
+    def reached(x: Any) -> float:
+        return sum(float(np.count_nonzero(values <= x)) * weight for values, weight in rows)
+    whole = reached(np.float32(np.inf))
+    if not whole: return None
+    low, high = 0, int(np.float32(np.inf).view(np.int32))  # such floats are in the order of bits
+    while low < high:
+        middle = (low + high) // 2
+        if reached(np.int32(middle).view(np.float32)) >= whole / 2: high = middle
+        else: low = middle + 1
+    return float(np.int32(low).view(np.float32))
 
 # %% ../../nbs/watching/10_stall.ipynb #ac3cc49f
 @torch.no_grad()
@@ -472,7 +513,7 @@ def _row(p: Tensor, name: str, state: dict[str, Any]) -> TensorStall:
     row = TensorStall(name, tuple(own.shape), stored, own.numel(), min(WATCHED, own.numel()))
     row.note = _refusal(p, row)
     if row.note: return row
-    row.first = sampled(values_of(p, state), row.watched).clone()
+    row.first = values_of(p, state, partial(sampled, watched=row.watched)).clone()
     if row.elements > row.watched: row.checksum = _checksum(p)
     return row
 
@@ -569,7 +610,8 @@ class Meter(LoopMeter):
         for p, row in self._rows.values():
             if row.moved or row.first is None or _refusal(p, row): continue
             states = [w.optimizer.state.get(p, {}) for w in self._watches]
-            row.compare(sampled(values_of(p, next(filter(None, states), {})), row.watched))
+            pick = partial(sampled, watched=row.watched)
+            row.compare(values_of(p, next(filter(None, states), {}), pick))
             if row.elements > row.watched: row.moved |= _checksum(p) != row.checksum
 
     @property
@@ -610,6 +652,7 @@ class Meter(LoopMeter):
         return {"version": 1, **facts, "all": self.all(), "tensors": tensors}
 
     def __str__(self) -> str: return _table(self)
+    def __rich__(self) -> Any: return rich_table(self.finding, map(_shown, _worst(self)))
     def _repr_html_(self) -> str: return _card(self)
 
     def plot(self) -> Any:  # the matplotlib figure
@@ -696,7 +739,10 @@ def _stalled(meter: Meter, rows: list[TensorStall]) -> str:
 # %% ../../nbs/watching/10_stall.ipynb #95d77537
 def _nothing(meter: Meter) -> str:
     "Why nothing was measured."
-    if not meter.steps: return "nothing was measured: the optimizer made no step in the meter"
+    moved = [r.name for r in meter.tensors.values() if r.moved]
+    elsewhere = f", and yet {len(moved)} tensors moved ({_few(moved)})" if moved else ""
+    idle = "nothing was measured: the optimizer made no step in the meter"
+    if not meter.steps: return f"{idle}{elsewhere}"
     return f"nothing was measured: {_few(sorted({r.note for r in meter.tensors.values()}))}"
 
 def _finding(meter: Meter) -> str:
@@ -720,7 +766,7 @@ def _finding(meter: Meter) -> str:
             f"weights move: {lost} of the updates of {len(rows)} tensors were absorbed, and the "
             f"weights went {way} of the way"
         )
-    return "; ".join(said)
+    return "; ".join([*said, meter.unseen] if meter.unseen else said)
 
 # %% ../../nbs/watching/10_stall.ipynb #66bb8497
 def _worst(meter: Meter) -> list[TensorStall]:
@@ -738,6 +784,10 @@ def _cells(r: TensorStall) -> dict[str, str]:
         "moved": "yes" if r.moved else "never", **{k: _number(v) for k, v in rates.items()},
         **{f"keeps: {KEPT[k]}": _percent(v) for k, v in r.kept().items()},
     }
+
+def _shown(r: TensorStall) -> dict[str, str]:
+    "The same, with the reason where it was not measured."
+    return _cells(r) if r.steps else {**_cells(r), "moved": r.note}
 
 # %% ../../nbs/watching/10_stall.ipynb #3a8d6d3a
 def _table(meter: Meter) -> str:
