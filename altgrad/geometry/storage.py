@@ -209,7 +209,7 @@ def encode(
     inner = w / _spread(held, to.granularity, to.shape)
     rounded = kind.round(inner, fmt, key)
     codes = pack(rounded, fmt)
-    to.how["counts"] += _write_counts(to, before, w, rounded, codes)
+    if "counts" in to.how: to.how["counts"] += _write_counts(to, before, w, rounded, codes)
     if to.residual is not None:
         to.residual.copy_(cast(Tensor, kind.remember(inner, unpack(codes, fmt), fmt, key)))
     return codes
