@@ -189,7 +189,7 @@ def _write_counts(
     counts = [mask.sum() for mask in masks]
     return torch.stack([torch.full_like(counts[0], w.numel()), *counts])
 
-# %% ../../nbs/geometry/03_storage.ipynb #bbe05e19
+# %% ../../nbs/geometry/03_storage.ipynb #bbe05e17
 def kept_finite(w: Tensor, before: Tensor, how: dict[str, Any]) -> Tensor:
     "New values, with those from before in the place of what is not finite, which is counted."
     if is_readable(w) and w.numel() and w.abs().amax().isfinite(): return w
@@ -197,6 +197,7 @@ def kept_finite(w: Tensor, before: Tensor, how: dict[str, Any]) -> Tensor:
     how["nonfinite"] += w.numel() - finite.sum()
     return torch.where(finite, w, before)
 
+# %% ../../nbs/geometry/03_storage.ipynb #bbe05e18
 def encode(
     to: GridTensor,
     w: Tensor,  # finite new values, shape of `to`
@@ -214,6 +215,7 @@ def encode(
         to.residual.copy_(cast(Tensor, kind.remember(inner, unpack(codes, fmt), fmt, key)))
     return codes
 
+# %% ../../nbs/geometry/03_storage.ipynb #bbe05e19
 @torch.no_grad()
 def write(
     to: GridTensor,

@@ -208,6 +208,11 @@ def _alone(
         state.update(optimizer.state)
         optimizer.param_groups, optimizer.state = before
 
+def _with_gradients(optimizer: Any) -> list[tuple[dict[str, Any], Tensor]]:
+    "The parameters that have a gradient, each with its group."
+    groups = optimizer.param_groups
+    return [(g, p) for g in groups for p in g["params"] if p.grad is not None]
+
 # %% ../../nbs/model/05_without_master.ipynb #2e54ccd6
 def _bare(rule: Any) -> Any:
     "The same class, without the hooks that torch puts around its step."
@@ -354,6 +359,12 @@ def _whole(optimizer: Any, made: str) -> Iterator[None]:
         optimizer.__dict__.update(before)
         raise
 
+def _refuse_saved(optimizer: Any, made: str, moments: str, saved: dict[str, Any]) -> None:
+    "InputError for the state of another optimizer, or of moments that are kept in another way."
+    there = saved.get("saved_by", made)
+    if there != made: raise InputError(f"the state was saved by {there}, not by {made}")
+    refuse_state(optimizer, moments, saved)
+
 # %% ../../nbs/model/05_without_master.ipynb #e5a2e57a
 @lru_cache
 def updates_in_place(
@@ -367,21 +378,16 @@ def updates_in_place(
     made = f"{rule.__name__}, moments {moments}"
     class InPlace(packed):
         releases_gradients = False  # whether a backward pass makes the steps
-
         def step(self, closure: Callable | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad(): loss = closure()
+            with torch.enable_grad(): loss = None if closure is None else closure()
             if not _is_by_tensor(rule): super().step()
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is None: continue
-                    if _is_by_tensor(rule): self.step_alone(group, p)
-                    torch.autograd.graph.increment_version(p)
+            for group, p in _with_gradients(self):
+                if _is_by_tensor(rule): self.step_alone(group, p)
+                torch.autograd.graph.increment_version(p)
             return loss
 
         def step_alone(self, group: dict[str, Any], p: Tensor) -> None:
-            mover = _mover(moments) if group.get("moved_by") == BESIDE.__name__ else self
+            mover = _mover(moments) if "moved_by" in group else self
             mover.step_one(self.state, group, p)
 
         def step_one(self, state: dict[Any, Any], group: dict[str, Any], p: Tensor) -> None:
@@ -394,9 +400,7 @@ def updates_in_place(
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             with _whole(self, made):
-                there = state_dict.get("saved_by", made)
-                if there != made: raise InputError(f"the state was saved by {there}, not by {made}")
-                refuse_state(self, moments, state_dict)
+                _refuse_saved(self, made, moments, state_dict)
                 super().load_state_dict(state_dict)
 
     InPlace.__name__ = InPlace.__qualname__ = rule.__name__
