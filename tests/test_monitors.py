@@ -9,6 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import altgrad.numbers.kernels as K
+from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT, FORMATS
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.geometry.storage import STORAGES, grid_storages, store_on_grid
@@ -256,3 +257,13 @@ def test_flips_are_counted_where_weights_lie_between_two_codes(name):
     counted = UpdateSums(*update_sums(before, after, torch.ones(()), torch.ones(()), fmt).tolist())
     codes = [fake_quantize(w, fmt).view(torch.int32) for w in (before, after)]
     assert counted.flips == ((codes[0] != codes[1]) & (before != after)).sum()
+
+
+def test_sums_take_any_scale_that_rounding_takes():
+    x = torch.tensor([1e-40, 3e-41, -2e-40, 0.0])
+    for scale in (2.0**-140, 2.0**-3, 0.37):
+        s = torch.tensor(scale)
+        y, _ = round_and_sum(x, Precision("E4M3"), s)
+        assert torch.equal(y, fake_quantize(x, "E4M3", s))
+    with pytest.raises(InputError, match="positive and finite"):
+        round_and_sum(x, Precision("E4M3"), torch.tensor(0.0))

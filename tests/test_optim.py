@@ -227,3 +227,16 @@ def test_parts_change_no_bit(make, monkeypatch):
 
     for size in (64, 256, 1024):
         assert all(map(torch.equal, run(size), run(1 << 17))), size
+
+
+def test_derivatives_of_the_coordinate_go_forwards_too():
+    for name in ("E4M3", "E7M0"):
+        fmt, z = FORMATS[name], torch.tensor([0.3, -1.1, 2.9])
+        for f in (lambda x: code_coordinate(x, fmt), lambda x: from_code_coordinate(x, fmt)):
+            forwards = torch.func.jvp(f, (z,), (torch.ones(3),))[1]
+            x = z.clone().requires_grad_()
+            backwards, = torch.autograd.grad(f(x).sum(), x)
+            assert torch.equal(forwards, backwards) and (forwards != 0).all()
+        # the coordinate changes by one over the spacing
+        slope = torch.func.jvp(lambda x: code_coordinate(x, fmt), (z,), (torch.ones(3),))[1]
+        assert torch.equal(slope, 1 / stiffness(z, fmt))

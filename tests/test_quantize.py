@@ -323,8 +323,100 @@ def test_the_library_takes_other_dtypes_and_scales_of_rows(dtype):
 
 def by_path(path, x, scale, asked):
     before = set_path(path)
-    try: return fake_quantize(x, "E4M3", scale, **asked)
-    finally: set_path(before)
+    try: y = fake_quantize(x, "E4M3", scale, **asked)
+    finally:
+        broken = K.state["broken"]
+        set_path(before)
+    assert path == "eager" or N.state["library"] and not broken
+    return y
+
+
+@needs_compiler
+def test_numbers_that_are_not_in_memory_are_read_by_torch():
+    x = torch.tensor([1.07, -300.0, 5e-4])
+    for odd in (torch._neg_view(x), torch._efficientzerotensor(3), torch.complex(x, x).conj().imag):
+        before = set_path("compiled")
+        try:
+            assert torch.equal(fake_quantize(odd, "E4M3"), fake_quantize(odd.clone() + 0, "E4M3"))
+            assert torch.equal(quantize_stats(odd, "E4M3")[0], fake_quantize(odd.clone() + 0, "E4M3"))
+        finally: set_path(before)
+
+
+@needs_compiler
+def test_a_default_device_does_not_move_what_the_library_reads():
+    code = """
+import torch
+with torch.device("meta"): import altgrad.numbers.kernels as K
+from altgrad.numbers.counts import quantize_stats
+from altgrad.numbers.quantize import fake_quantize
+from altgrad.model.points import Precision
+from altgrad.watching.sums import round_and_sum
+K.set_path("compiled")
+x = torch.tensor([1.07, 500.0])
+with torch.device("meta"):
+    y, stats = quantize_stats(x, "E4M3", histogram=False)
+    z, sums = round_and_sum(x, Precision("E4M3"), torch.tensor(1.0, device="cpu"))
+assert y.tolist() == z.tolist() == fake_quantize(x, "E4M3").tolist() == [1.125, 448.0]
+assert stats.overflow == 1 and sums.device.type == "cpu" and K.state["proved"] and not K.state["broken"]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-1500:]
+
+
+@needs_compiler
+def test_a_damaged_library_is_built_again(tmp_path):
+    code = """
+import torch, warnings
+from altgrad.numbers import native as N
+from altgrad.numbers.quantize import fake_quantize, set_path
+N.library_path().parent.mkdir(parents=True)
+N.library_path().write_bytes(b"no library")
+set_path("compiled")
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    assert fake_quantize(torch.tensor([1.07]), "E4M3").item() == 1.125
+assert N.state["library"]
+"""
+    env = os.environ | {"ALTGRAD_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert not done.returncode, done.stderr[-1500:]
+
+
+@needs_compiler
+def test_a_child_does_not_wait_for_the_compiler_of_its_parent(tmp_path):
+    code = """
+import os, torch
+from altgrad.numbers import native as N
+from altgrad.numbers.quantize import fake_quantize, set_path
+assert N.build_library() is None  # begun, and not waited for
+child = os.fork()
+set_path("compiled")
+y = fake_quantize(torch.tensor([1.07]), "E4M3")
+if not child: os._exit(0 if N.state["library"] and y.item() == 1.125 else 1)
+assert os.waitpid(child, 0)[1] == 0 and N.state["library"]
+"""
+    env = os.environ | {"ALTGRAD_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert not done.returncode, done.stderr[-1500:]
+
+
+@needs_compiler
+def test_rounding_goes_on_while_the_interpreter_ends():
+    code = """
+import threading, time, torch
+from altgrad.numbers import native as N
+from altgrad.numbers.quantize import fake_quantize, set_path
+torch.set_num_threads(2); set_path("compiled"); N.SHARED = 1000
+x = torch.randn(100_000)
+fake_quantize(x[:10], "E4M3")
+main = threading.main_thread()
+def late():
+    main.join()
+    print(fake_quantize(x, "E4M3").shape[0])
+threading.Thread(target=late).start()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "100000\n", done.stderr[-1500:]
 
 
 @needs_compiler

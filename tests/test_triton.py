@@ -224,7 +224,7 @@ K.N.find_library, K.state["proved"], calls[:] = fails, False, []
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     for y in (x, x, x[0], x.double()): fake_quantize(y, "E4M3")
-assert len(said) == 1 and "because compiling failed (RuntimeError)" in str(said[0].message)
+assert len(said) == 1 and "because compiling C++ failed (RuntimeError)" in str(said[0].message)
 assert calls == ["triton_round"]  # from the second call on; not what is small, and not float64
 assert K.path_text("cpu") == (
     "Triton's kernels for tensors from 100 elements on, else eager: compiling failed")

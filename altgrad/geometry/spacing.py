@@ -13,6 +13,7 @@ from typing import Any, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..basics import COLORS, INK, InputError, unknown
 from ..numbers.formats import (EIGHT_BIT, FORMATS, PRECISION, FP8Format, get_format, ulp,
@@ -210,9 +211,10 @@ def line_numbers(
 
 # %% ../../nbs/geometry/00_spacing.ipynb #6b42a1b6
 def _either(x: Tensor, limit: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """`below` where x < limit, else `above`. Outside of compiled code the sign of the difference
-    chooses among the bits, because there `where` takes as long as ten other operations."""
-    if torch.compiler.is_compiling() or below.requires_grad:
+    """`below` where x < limit, else `above`. Where no compiler and no gradient is watching, the
+    sign of the difference chooses among the bits, because there `where` takes as long as ten other operations."""
+    watched = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if torch.compiler.is_compiling() or below.requires_grad or watched:
         return torch.where(x < limit, below, above)
     integers, _ = EXPONENT_BITS[x.dtype]
     beyond = x - limit.clamp(max=torch.finfo(x.dtype).max)  # inf - inf would be NaN

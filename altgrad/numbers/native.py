@@ -6,16 +6,20 @@
 __all__ = ['ON_GRID', 'LANES', 'MODES', 'BITS', 'CHANCE', 'ROUND', 'CHOOSE', 'COUNT', 'LOOK', 'COUNT_ROWS', 'WATCH', 'WATCH_ROWS',
            'ENTRIES', 'OPTIONS', 'VECTORS', 'state', 'SHARED', 'Grid', 'Call', 'Places', 'Sums', 'Watched', 'Moved',
            'source', 'build_command', 'library_path', 'start_build', 'why_not', 'load_library', 'find_library',
-           'build_library', 'spans', 'in_parts', 'kind_of_kernel', 'round_rows', 'count_rows', 'watch_rows',
-           'count_moved']
+           'build_library', 'holds_numbers', 'spans', 'in_parts', 'kind_of_kernel', 'round_rows', 'count_rows',
+           'watch_rows', 'count_moved']
 
 # %% ../../nbs/numbers/11_native.ipynb #1d2d8129
 import ctypes
 import hashlib
 import os
+import platform
 import shlex
 import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -433,12 +437,12 @@ def build_command() -> list[str]:
 
 def library_path() -> Path:
     "Return where the library of this version, compiler and CPU is kept."
-    what = "\n".join([*build_command(), source()])
+    what = "\n".join([sys.platform, platform.machine(), *build_command(), source()])
     return cache_folder() / "native" / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
 
 # %% ../../nbs/numbers/11_native.ipynb #521ac18a
 # $0 is the library; it gets its name when it is whole
-_BUILD = 'if "$@" -o "$0.$$"; then mv -f "$0.$$" "$0"; else rm -f "$0.$$"; exit 1; fi'
+_BUILD = 't=$(mktemp "$0.XXXXXX") || exit 1; if "$@" -o "$t"; then mv -f "$t" "$0"; else rm -f "$t"; exit 1; fi'
 
 def start_build(
     target: Path,  # the library; its folder is made
@@ -460,7 +464,7 @@ def why_not(
     return next((line for line in log if line.strip()), "the compiler said nothing")
 
 # %% ../../nbs/numbers/11_native.ipynb #354c567c
-state: dict[str, Any] = {"library": None, "build": None, "looked": ""}  # looked: where nothing was found
+state: dict[str, Any] = {"library": None, "build": None, "looked": "", "lock": threading.RLock()}  # looked: where
 
 def load_library(
     path: Path,  # of a library that was built
@@ -483,34 +487,50 @@ def load_library(
 
 # %% ../../nbs/numbers/11_native.ipynb #68016087
 def find_library() -> Any:  # None: it was not built yet
-    "Return the library where it is loaded, or lies in the cache; the cache is looked at once."
+    """Return the library where it is loaded, or lies in the cache, at which is looked once;
+    a damaged file counts as none, and is built again."""
     if state["library"] is None and not state["build"] and not state["looked"]:
         path = library_path()
         state["looked"] = str(path)
-        if path.is_file(): state["library"] = load_library(path)
+        if path.is_file():
+            with suppress(OSError, AttributeError): state["library"] = load_library(path)
     return state["library"]
 
 def build_library(
     wait: bool = False,  # for the compiler
 ) -> Any:  # None: it is being built
     "Build the library where it is missing, and return it; RuntimeError where that fails."
-    if find_library() is not None: return state["library"]
-    target = Path(state["looked"]) if state["looked"] else library_path()
-    state["build"] = state["build"] or start_build(target)
-    code = state["build"].wait() if wait else state["build"].poll()
-    if code is None: return None
-    state["build"] = None
-    if code: raise RuntimeError(why_not(target))
-    state["library"] = load_library(target)
-    return state["library"]
+    with state["lock"]:
+        if find_library() is not None: return state["library"]
+        target = Path(state["looked"])
+        state["build"] = state["build"] or start_build(target)
+        code = state["build"].wait() if wait else state["build"].poll()
+        if code is None: return None
+        state["build"] = None
+        if code or not target.is_file(): raise RuntimeError(why_not(target))
+        state["library"] = load_library(target)
+        return state["library"]
 
 # %% ../../nbs/numbers/11_native.ipynb #3eccb2c6
+def holds_numbers(
+    x: Tensor,  # of any shape
+) -> bool:
+    "Return whether the memory of a plain CPU tensor is what it says."
+    if x.device.type != "cpu" or type(x) not in (Tensor, torch.nn.Parameter): return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x): return False
+    return not (x.is_neg() or x._is_zerotensor())
+
 SHARED = 1 << 20  # elements from which on threads share a tensor
 
 @cache
 def _threads() -> ThreadPoolExecutor: return ThreadPoolExecutor(os.cpu_count() or 1, "altgrad")
 
-os.register_at_fork(after_in_child=_threads.cache_clear)
+def _after_fork() -> None:
+    "The child has neither the threads nor the compiler of its parent."
+    _threads.cache_clear()
+    state.update(build=None, lock=threading.RLock())
+
+if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_after_fork)
 
 def spans(
     rows: int,
@@ -534,7 +554,8 @@ def in_parts(
     many = torch.get_num_threads() if rows * length >= SHARED else 1
     if many == 1: return part(0, rows, 0, length)
     first, *others = spans(rows, length, many)
-    waiting = [_threads().submit(part, *span) for span in others]
+    try: waiting = [_threads().submit(part, *span) for span in others]
+    except RuntimeError: return part(0, rows, 0, length)  # the interpreter ends: no more threads
     part(*first)
     for one in waiting: one.result()
 
@@ -593,7 +614,7 @@ def count_rows(
 
     def part(row: int, count: int, start: int, n: int) -> None:
         at, sums = row * length + start, Sums()
-        bins = torch.zeros(4, 2 * places.last + 2, dtype=torch.int64) if histogram else None
+        bins = torch.zeros(4, 2 * places.last + 2, dtype=torch.int64, device="cpu") if histogram else None
         run(at_x + at * size, at_out + at * size, count, n, at_scale + row * size, inverse, grid,
             _shifted(call, at), places, None if bins is None else bins.data_ptr(), sums)
         found.append((at, sums, bins))
@@ -605,8 +626,8 @@ def count_rows(
 def _merged(sums: list[Sums], bins: list[Tensor]) -> tuple[Tensor, Tensor | None]:
     "The sums and bins of all parts."
     counts = [[s.over, s.under, s.nan, s.inf, sum(s.error), sum(s.squares)] for s in sums]
-    total = torch.tensor(counts, dtype=torch.float64).sum(0)
-    amax = torch.tensor([max(s.amax for s in sums)], dtype=torch.float64)
+    total = torch.tensor(counts, dtype=torch.float64, device="cpu").sum(0)
+    amax = torch.tensor([max(s.amax for s in sums)], dtype=torch.float64, device="cpu")
     return torch.cat([total, amax]), torch.stack(bins).sum((0, 1)) if bins else None
 
 # %% ../../nbs/numbers/11_native.ipynb #0d6e5dd0

@@ -109,8 +109,7 @@ def add_sums(rows: np.ndarray) -> np.ndarray:  # [sums]
     return np.where(maxima, rows.max(0), rows.sum(0))
 
 # %% ../../nbs/watching/01_sums.ipynb #9d8594c0
-# elements of a compiled pass; counts stay exact in float32
-_PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
+_PIECE = 1 << 24  # elements of a compiled pass; counts stay exact in float32
 _FROM = 1 << 17  # elements from which on a pass is compiled
 
 @cache
@@ -149,7 +148,7 @@ def sums_in_pieces(
     "A pass over tensors, compiled where that pays, in pieces of a good size."
     first, on_cpu = sliced[0], sliced[0].device.type == "cpu"
     compiled, total = _takes_compiler(first), None
-    size = _PIECE.get(first.device.type, 1 << 24) if compiled or not on_cpu else K.CHUNK
+    size = K.CHUNK if on_cpu else _PIECE
     step = max(1, size * len(first) // first.numel())
     for a in range(0, len(first), step):
         found = _pass(body, compiled, [t[a : a + step] for t in sliced], rest)
@@ -162,7 +161,7 @@ def compiles() -> bool:
     """Return whether sums cost little: on a CPU with its kernels in C++, which are waited for;
     on a GPU unless the path is eager, or compiling has failed."""
     if not torch.cuda.is_available(): return K.native_now() is not None
-    return K.state["path"] not in ("eager", "triton") and "compiling" not in K.state["broken"]
+    return K.state["path"] not in ("eager", "triton") and K.COMPILER["cuda"] not in K.state["broken"]
 
 # %% ../../nbs/watching/01_sums.ipynb #f3c0e3ae
 def _in_units_of_x(total: Tensor, unit: Tensor) -> Tensor:
@@ -176,7 +175,7 @@ def _row_of(parts: list[N.Watched], elements: int) -> Tensor:
         found = [getattr(part, s.name) for part in parts]
         if s.merge == "maximum": return max(found)
         return sum(f if isinstance(f, int) else sum(f) for f in found)
-    return torch.tensor([total(s) for s in SUMS], dtype=torch.float64)
+    return torch.tensor([total(s) for s in SUMS], dtype=torch.float64, device="cpu")
 
 def _by_native(
     x: Tensor, y: Tensor, scale: Tensor, fmt: FP8Format, plan: tuple[K.Grid, K.How] | None = None,
@@ -184,15 +183,16 @@ def _by_native(
 ) -> Tensor | None:
     "The sums from the kernels in C++, in units of x; with a plan they round first, into `y`. None: not there."
     library = K.native(x)
-    if library is None or not x.dtype == y.dtype == torch.float32: return None
-    if not (x.is_contiguous() and y.is_contiguous()): return None
+    if library is None or not N.holds_numbers(y): return None
+    if plan is None: x, y = x.float(), y.float()  # of half precision
+    if not x.dtype == y.dtype == torch.float32 or not (x.is_contiguous() and y.is_contiguous()): return None
     flat, s, _ = K.flat_of(x, scale.float(), None)
     scales = K.native_scale(flat, s)
     if scales is None or plan and plan[1].wide: return None
     unit = float((1 / scales).amin())
     grid, call = (K.native_grid(*plan), K.native_call(plan[1], words)) if plan else (None, N.Call())
     parts = N.watch_rows(library, x, y, scales, float(1 / scales[0]), grid, call, unit, (fmt.min, fmt.max))
-    return _in_units_of_x(_row_of(parts, x.numel()), torch.tensor(unit))
+    return _in_units_of_x(_row_of(parts, x.numel()), torch.tensor(unit, device="cpu"))
 
 # %% ../../nbs/watching/01_sums.ipynb #b6f223a7
 @torch.no_grad()
@@ -228,9 +228,9 @@ def _rounded_by_native(
     x: Tensor, p: Precision, scale: Tensor, key: int | Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
     "Rounds and sums in one pass of the kernels in C++; None for what they do not do."
+    if K.native(x) is None or x.dtype != torch.float32 or scale.device.type != "cpu": return None
     if isinstance(key, Tensor) and (key.dim() or key.device.type != "cpu"): return None
-    fmt, y = get_format(p.format), torch.empty_like(x)
-    scaling = "multiply" if scale.numel() == 1 else "divide"  # powers of two: the same numbers
+    fmt, y, scaling = get_format(p.format), torch.empty_like(x), K.scaling_of(scale.float())[0]
     grid, how, _ = K.plan(fmt, x.dtype, p.rounding, "saturate", 24, True, scaling)
     words = None if key is None else K.words_of(int(key))
     found = _by_native(x, y, scale, fmt, (grid, how._replace(clip=True)), words)
@@ -239,8 +239,7 @@ def _rounded_by_native(
 def _worth_fusing(x: Tensor, p: Precision, scale: Tensor) -> bool:
     "Return whether rounding and sums can be one compiled pass."
     if scale.dim() or p.rounding == "stochastic" or not x.is_contiguous(): return False
-    if "compiling" in K.state["broken"] or x.device.type not in K.STRICT: return False
-    return _takes_compiler(x)
+    return K.COMPILER["cuda"] not in K.state["broken"] and _takes_compiler(x)
 
 # %% ../../nbs/watching/01_sums.ipynb #72eeee58
 def _one_pass(x: Tensor, p: Precision, scale: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -251,7 +250,7 @@ def _one_pass(x: Tensor, p: Precision, scale: Tensor) -> tuple[Tensor, Tensor] |
     unit, body = 1 / scale.float(), _fused(how._replace(clip=True))
     rest = (scale.float(), unit, numbers, unit, _limits(fmt, x.device))
     rounded, total = [], None
-    for piece in x.view(-1).split(_PIECE[device]):
+    for piece in x.view(-1).split(_PIECE):
         found = K.attempt(lambda: _compiled(body, device)(piece, *rest))  # noqa: B023
         if found is None: return None
         y, sums = found[0], _with_elements(found[1], piece)

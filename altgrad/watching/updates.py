@@ -145,13 +145,13 @@ def _by_native(
 ) -> Tensor | None:
     "`UpdateSums` from the kernels in C++; None where they are not there, or do not serve."
     library = K.native(before)
-    if library is None or how.wide or not before.dtype == after.dtype == torch.float32: return None
+    if library is None or not N.holds_numbers(after) or how.wide or not before.dtype == after.dtype == torch.float32: return None
     if not (before.is_contiguous() and after.is_contiguous()): return None
     if any(s.shape != (len(before), 1) for s in scales): return None
     how = how._replace(multiply=True, scaling="divide")
     own = [s.reshape(-1).contiguous() for s in scales]
     moved = N.count_moved(library, before, after, (own[0], own[1]), K.native_grid(grid, how), K.native_call(how, None))
-    return torch.tensor([*moved, before.numel()], dtype=torch.float64)
+    return torch.tensor([*moved, before.numel()], dtype=torch.float64, device="cpu")
 
 # %% ../../nbs/watching/03_updates.ipynb #0ea9fae5
 @torch.no_grad()
