@@ -1,6 +1,7 @@
 """The second task's program: the acts as it prepares them, runs that are made once, scores against
 scikit-learn and by hand, and claims that hold and that are refuted."""
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from sklearn.metrics import f1_score
 from altgrad.basics import InputError
 from altgrad.training.data import load_labelled
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "nbs/studies/experiments"))
+STUDIES = Path(__file__).resolve().parents[1] / "nbs/studies"
+sys.path.append(str(STUDIES / "experiments"))
 
 import labels
 
@@ -29,17 +31,34 @@ def acts(folder: Path) -> tuple[Path, Path]:
     return folder / "acts.jsonl", folder / "labels.json"
 
 
+def shorten(patch):
+    "Makes of the program one that makes few and short runs."
+    patch.setattr(labels, "TUNE", (1000,))
+    patch.setattr(labels, "CONFIRM", (0, 1))
+    patch.setattr(labels, "RATES", (1e-3, 2e-3, 4e-3))
+    patch.setattr(labels, "ARMS", {k: labels.ARMS[k] for k in ("FP32", "E4M3 stochastic", "E7M0 S^-1")})
+    patch.setattr(labels, "VOCABULARY", "bytes")
+    patch.setattr(labels, "TOKENS", 32)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    "A folder with short runs, what is stored of them, and the corpus they were made on."
+    folder = tmp_path_factory.mktemp("labels")
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        data = labels.prepare(*acts(folder), folder / "lex_glue")
+        corpus = load_labelled(data, "bytes", cache=folder / "cache")
+        labels.train(labels.Runs(folder / "out", corpus, data, steps=1))
+        labels.store(folder / "out", folder / "stored")
+    return folder, corpus, data
+
+
 @pytest.fixture
-def small(tmp_path, monkeypatch):
+def small(made, monkeypatch):
     "A corpus, and a program that makes few and short runs."
-    monkeypatch.setattr(labels, "TUNE", (1000,))
-    monkeypatch.setattr(labels, "CONFIRM", (0, 1))
-    monkeypatch.setattr(labels, "RATES", (1e-3, 2e-3, 4e-3))
-    monkeypatch.setattr(labels, "ARMS", {k: labels.ARMS[k] for k in ("FP32", "E4M3 stochastic", "E7M0 S^-1")})
-    monkeypatch.setattr(labels, "VOCABULARY", "bytes")
-    monkeypatch.setattr(labels, "TOKENS", 32)
-    data = labels.prepare(*acts(tmp_path), tmp_path / "lex_glue")
-    return load_labelled(data, "bytes", cache=tmp_path / "cache"), data
+    shorten(monkeypatch)
+    return made[1:]
 
 
 def test_the_acts_keep_their_labels_and_their_order(small):
@@ -52,31 +71,42 @@ def test_the_acts_keep_their_labels_and_their_order(small):
     assert y[0].tolist() == [float(name == "metal") for name in corpus.labels]
 
 
-def test_runs_are_made_once_and_a_line_that_was_cut_is_made_again(small, tmp_path, monkeypatch):
+def test_runs_are_made_once_and_a_line_that_was_cut_is_made_again(made, small, tmp_path, monkeypatch):
     corpus, data = small
-    runs = labels.Runs(tmp_path / "out", corpus, data, steps=1)
+    out = shutil.copytree(made[0] / "out", tmp_path / "out")
+    rows = labels.read_runs(out / "runs.jsonl")
+    assert set(labels.confirmed(rows)) == set(labels.ARMS)
+    whole = (out / "runs.jsonl").read_bytes()
+    (out / "runs.jsonl").write_bytes(whole[:-9])
+    asked = []
+    monkeypatch.setattr(labels, "make_run", lambda *a, make=labels.make_run: asked.append(a[:3]) or make(*a))
+    runs = labels.Runs(out, corpus, data, steps=1)
     labels.train(runs)
-    rows = labels.read_runs(runs.path)
-    assert len(rows) == len(runs.rows) and set(labels.confirmed(rows)) == set(labels.ARMS)
-    whole = runs.path.read_bytes()
-    runs.path.write_bytes(whole[:-9])
-    made = []
-    monkeypatch.setattr(labels, "make_run", lambda *a, make=labels.make_run: made.append(a[:3]) or make(*a))
-    labels.train(labels.Runs(tmp_path / "out", corpus, data, steps=1))
     last = rows[-1]
-    assert made == [(last["arm"], last["lr"], last["seed"])]
+    assert asked == [(last["arm"], last["lr"], last["seed"])] and len(runs.rows) == len(rows)
     again = labels.read_runs(runs.path)[-1]
     assert again["loss"] == last["loss"] and runs.path.read_bytes().count(b"\n") == len(rows)
 
-    labels.store(tmp_path / "out", tmp_path / "stored")
-    answers = np.load(tmp_path / "stored/answers.npz")
-    found = labels.confirmed(labels.read_runs(tmp_path / "stored/runs.jsonl"))
+
+def test_what_is_stored_is_what_was_made(made, small):
+    stored = labels.read_stored(made[0] / "stored")
+    found, answers = labels.confirmed(stored.rows), stored.answers
+    assert stored.rows == labels.read_runs(made[0] / "out/runs.jsonl")
     gap = labels.over_acts(answers, found, "FP32", "FP32", times=20)
     assert gap == (0, 0, 0) and answers["targets"].shape == (5, 2)
     one = found["FP32"][0]
     given = answers["FP32-0"].astype(np.float32) > one["threshold"]
     assert one["micro_f1"] == pytest.approx(f1_score(answers["targets"], given, average="micro", zero_division=0))
-    assert json.loads((tmp_path / "stored/prior.json").read_text())["labels"] in (1, 2)
+    assert stored.prior["labels"] in (1, 2)
+
+
+@pytest.mark.parametrize("change", [{"corpus": "other"}, {"config": {"max_steps": 2}}])
+def test_runs_on_other_acts_or_of_other_lengths_are_not_stored_together(made, tmp_path, change):
+    rows = labels.read_runs(made[0] / "out/runs.jsonl")
+    rows[0] |= change
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match="not one study"): labels.store(tmp_path, tmp_path / "to")
+    assert not (tmp_path / "to").exists()
 
 
 def test_nothing_to_store_is_said(tmp_path):
@@ -133,14 +163,106 @@ NOT_SO = {
 
 
 def test_claims_can_hold_and_can_be_refuted():
-    assert {claim(rows(**AS_SAID)) for claim in labels.CLAIMS.values()} == {"holds"}
-    refuted = [claim(rows(**NOT_SO)) for claim in list(labels.CLAIMS.values())[1:]]
-    assert refuted == ["refuted"] * 4
+    order, *others = labels.CLAIMS.values()
+    assert {claim.verdict(rows(**AS_SAID)) for claim in (order, *others)} == {"holds"}
+    assert [claim.verdict(rows(**NOT_SO)) for claim in others] == ["refuted"] * 4
     upside_down = rows(**AS_SAID)
     for found in upside_down.values():
         for row in found.values(): row["loss"] = row["micro_f1"]
-    assert labels.in_order(upside_down) == "refuted"
+    assert order.verdict(upside_down) == "refuted"
+    assert labels.agree(upside_down, "E7M0 S^-1", "E7M0 stochastic") == "refuted"
+
+
+def test_loss_and_f1_agree_where_both_can_be_told():
+    found = rows(**AS_SAID)
+    assert labels.agree(found, "E7M0 S^-1", "E7M0 stochastic") == "holds"
+    swayed = {seed: {**row, "loss": row["loss"] + (-1) ** seed} for seed, row in found["E7M0 S^-1"].items()}
+    assert labels.agree({**found, "E7M0 S^-1": swayed}, "E7M0 S^-1", "E7M0 stochastic") == "not decided"
+    assert set(labels.PAIRS) >= {("E4M3 master", "FP32"), ("E7M0 S^-1", "E7M0 stochastic")}
+    assert {arm for pair in labels.PAIRS for arm in pair} == set(labels.ARMS)
+
+
+def test_a_rate_at_the_edge_of_those_tried_is_told():
+    tried = [{"arm": "FP32", "lr": lr, "seed": 1000} for lr in (1e-3, 2e-3, 4e-3)]
+    edges = [labels.at_edge([*tried, {"arm": "FP32", "lr": lr, "seed": 0}], "FP32") for lr in (1e-3, 2e-3, 4e-3)]
+    assert edges == [True, False, True]
+
+
+def test_fp32_is_measured_against_the_prior():
+    found = labels.above_prior(rows(), {"micro_f1": 0.25})
+    assert found.mean == pytest.approx(0.25, abs=2e-3) and found.within(labels.MARGIN) == "holds"
 
 
 def test_an_arm_that_was_not_made_is_missed():
-    with pytest.raises(KeyError): labels.in_order({k: v for k, v in rows().items() if k != "FP32"})
+    some = {k: v for k, v in rows().items() if k != "FP32"}
+    with pytest.raises(KeyError): labels.rank_correlation(some)
+
+
+def complete(to):
+    "Stored rows of all arms that turn out as was said, and answers to four acts."
+    confirmed = rows(**AS_SAID)
+    g = np.random.default_rng(0)
+    said = {"threshold": 0.0, "corpus": "c0ffee" * 9, "commit": "1234567890abcdef", "machine": {"cpu": "a small one"},
+            "config": {"max_steps": 600}}
+    tuned = [{"arm": arm, "seed": 1000, "lr": lr, **said} for arm in labels.ARMS for lr in (5e-4, 1e-3, 2e-3)]
+    made = tuned + [{**row, **said} for found in confirmed.values() for row in found.values()]
+    to.mkdir()
+    (to / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    (to / "prior.json").write_text(json.dumps({"labels": 3, "micro_f1": 0.2125, "macro_f1": 0.1}))
+    logits = {labels.file_of(row)[:-4]: g.normal(size=(4, 3)) for row in made}
+    np.savez(to / "answers.npz", targets=g.random((4, 3)) > 0.5, **logits)
+    return confirmed
+
+
+def page(folder):
+    "What the page says of what is stored in a folder, and the figures it draws."
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    cells = json.loads((STUDIES / "second_task.ipynb").read_text())["cells"]
+    code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"
+                     and "eval: false" not in "".join(c["source"]))
+    # of this module, whose runs may be short, and not of a fresh one
+    code = code.replace("spec.loader.exec_module(experiment)", "experiment = LABELS")
+    code = code.replace("experiment.read_stored()", "experiment.read_stored(FOUND)")
+    texts: list[str] = []
+    plt.close("all")
+    exec(code.replace("Markdown(", "texts.append("), {"FOUND": folder, "LABELS": labels, "texts": texts})
+    figures = [plt.figure(n) for n in plt.get_fignums()]
+    return "\n".join(texts), [sum(len(a.lines) for a in figure.axes) for figure in figures]
+
+
+def test_the_page_says_that_nothing_was_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(STUDIES)
+    said, drawn = page(tmp_path / "none")
+    assert "**Nothing of this page has been run.**" in said and drawn == [0, 0]
+    assert said.count("| not run |") == len(labels.CLAIMS) + len(labels.ARMS) + len(labels.PAIRS)
+
+
+def test_the_page_shows_runs_the_moment_they_are_stored(made, small, monkeypatch):
+    monkeypatch.chdir(STUDIES)
+    monkeypatch.setattr(labels, "PAIRS", (("E7M0 S^-1", "FP32"), ("E4M3 master", "FP32")))
+    monkeypatch.setitem(labels.ARMS, "E4M3 master", {})
+    said, drawn = page(made[0] / "stored")
+    stored = labels.read_stored(made[0] / "stored")
+    assert "Nothing of this page" not in said and "3 of 4 arms are confirmed" in said
+    assert "**Not run:** E4M3 master." in said and stored.rows[0]["corpus"][:12] in said
+    loss = np.mean([row["loss"] for row in labels.confirmed(stored.rows)["FP32"].values()])
+    assert f"| {loss:.4f} ± " in said and f"micro-F1 of {stored.prior['micro_f1']:.4f}" in said
+    assert said.count("| not run |") == len(labels.CLAIMS) + 2 and min(drawn) > 3
+
+
+def test_the_page_judges_what_is_complete(tmp_path, monkeypatch):
+    monkeypatch.chdir(STUDIES)
+    found = complete(tmp_path / "stored")
+    said, drawn = page(tmp_path / "stored")
+    assert "not run" not in said.lower() and "(edge)" not in said and min(drawn) > len(labels.ARMS)
+    lines = said.splitlines()
+    for text in labels.CLAIMS:
+        [line] = [line for line in lines if line.startswith(f"| {text} |")]
+        assert line.endswith("| holds |")
+    gap = labels.gap(found, "E7M0 S^-1", "E7M0 stochastic").mean
+    [line] = [line for line in lines if line.startswith("| E7M0 S^-1 | E7M0 stochastic |")]
+    assert f"| {gap:+.4f} [" in line and line.endswith("| holds |")
+    assert "| prior | | 0.2125 |" in said and "at least 0.2 above, **holds**" in said

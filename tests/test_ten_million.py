@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_data import lex_glue
 
+from altgrad import cli
 from altgrad.basics import InputError
 from altgrad.training.config import TrainConfig
 from altgrad.training.experiment import compare, find_config, packaged_configs
@@ -161,3 +163,19 @@ def test_the_page_shows_runs_the_moment_they_are_there(stored, tmp_path, monkeyp
     loss = json.loads((stored / "stored/runs.jsonl").read_text().splitlines()[0])["val"][-1][1]
     assert (f"| bf16 baseline | {loss:.4f} |" in said) == filled
     assert ("nothing left its range" in said or "finished" in said or "after" in said) == filled
+
+
+def test_the_baseline_trains_on_judgments_from_a_local_folder(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    monkeypatch.setenv("ALTGRAD_CACHE", str(tmp_path / "cache"))
+    data = f"lex_glue/ecthr_a@{lex_glue(tmp_path / 'lex_glue')}"
+    changes = {**SMALL, "max_steps": 10, "model": "gpt-tiny", "data": data}
+    given = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    assert cli.main(["train", "ten_million/bf16_baseline", *given, "--out", str(tmp_path / "runs")]) == 0
+    run = RunFolder(tmp_path / "runs/ten_million_bf16_baseline")
+    record = json.loads((run.path / "run.json").read_text())
+    assert record["exit_reason"] == "finished" and record["steps"] == 10
+    assert record["corpus"]["name"] == data and record["corpus"]["vocab_size"] == 256
+    assert run.metrics()[-1]["val_loss"] < math.log(256)

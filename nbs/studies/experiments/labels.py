@@ -13,7 +13,7 @@ import json
 import statistics
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping, NamedTuple
+from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -202,12 +202,29 @@ def store(out: Path, to: Path = HERE) -> None:
     "Writes the rows for the page, and the logits of those that confirm."
     rows = read_runs(out / "runs.jsonl")
     if not rows: raise InputError(f"{out} holds no finished run")
+    kinds = {(row["corpus"], row["config"]["max_steps"]) for row in rows}
+    if len(kinds) > 1: raise InputError(f"{out} holds runs on other acts or of other lengths: they are not one study")
     to.mkdir(parents=True, exist_ok=True)
     write_atomic(to / "runs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_atomic(to / "prior.json", (out / "prior.json").read_text())
     given = {file_of(row)[:-4]: np.load(out / file_of(row)) for row in rows if row["seed"] in CONFIRM}
     targets = np.load(out / "targets.npy")
     write_atomic(to / "answers.npz", lambda file: np.savez_compressed(file, targets=targets, **given))
+
+
+class Stored(NamedTuple):
+    "What is stored: the rows, the scores of the prior, and the logits of the runs that confirm."
+    rows: list[dict[str, Any]]
+    prior: dict[str, float]
+    answers: dict[str, np.ndarray]
+
+
+def read_stored(folder: Path = HERE) -> Stored:
+    "Reads what `store` wrote; nothing where it has not."
+    rows = read_runs(folder / "runs.jsonl")
+    if not rows: return Stored([], {}, {})
+    with np.load(folder / "answers.npz") as file: answers = dict(file)
+    return Stored(rows, json.loads((folder / "prior.json").read_text()), answers)
 
 
 # what is known without reading
@@ -250,33 +267,75 @@ def share_lost(found: Scores, arm: str) -> Interval:
     return interval(kept(seed, "macro_f1") - kept(seed, "micro_f1") for seed in CONFIRM)
 
 
-def in_order(found: Scores) -> str:
-    "Whether losses order the arms as micro-F1 does."
+def above_prior(found: Scores, known: Mapping[str, float]) -> Interval:
+    "How far FP32's micro-F1 lies above the prior's."
+    return interval(found["FP32"][seed]["micro_f1"] - known["micro_f1"] for seed in CONFIRM)
+
+
+def rank_correlation(found: Scores) -> float:
+    "Of the arms, by loss and by micro-F1: 1 where the lower loss has the higher micro-F1."
     from scipy.stats import spearmanr
 
     if set(found) != set(ARMS): raise KeyError("an arm")
     mean = lambda score: [statistics.fmean(row[score] for row in found[arm].values()) for arm in ARMS]
-    r = -float(spearmanr(mean("loss"), mean("micro_f1")).statistic)
-    return HOLDS if r >= 0.7 else REFUTED if r < 0.3 else OPEN
+    return -float(spearmanr(mean("loss"), mean("micro_f1")).statistic)
 
 
-def near_fp32(found: Scores) -> str:
-    "Whether master weights in E4M3 are within 0.02 of FP32 in three scores."
-    said = [gap(found, "E4M3 master", "FP32", score).within(-0.02, 0.02)
-            for score in ("micro_f1", "roc_auc", "pr_auc")]
-    return next((v for v in (REFUTED, OPEN) if v in said), HOLDS)
+def agree(found: Scores, arm: str, other: str) -> str:
+    "Whether micro-F1 says of two arms what the loss says; OPEN where an interval has both signs."
+    loss, f1 = gap(found, arm, other, "loss"), gap(found, arm, other)
+    if any(g.low <= 0 <= g.high for g in (loss, f1)): return OPEN
+    return HOLDS if (loss.mean < 0) == (f1.mean > 0) else REFUTED
 
 
-CLAIMS: dict[str, Callable[[Scores], str]] = {
-    "losses order the seven arms as micro-F1 does: rank correlation at least 0.7": in_order,
-    "master weights in E4M3 are within 0.02 of FP32 in micro-F1 and both areas": near_fp32,
-    "stochastic AdamW in E7M0 ends below its master weights in micro-F1":
-        lambda found: gap(found, "E7M0 stochastic", "E7M0 master").within(most=0.0),
-    "S^-1 in E7M0 raises micro-F1 over stochastic AdamW":
-        lambda found: gap(found, "E7M0 S^-1", "E7M0 stochastic").within(0.0),
-    "stochastic AdamW in E7M0 keeps a smaller share of FP32's macro-F1 than of its micro-F1":
-        lambda found: share_lost(found, "E7M0 stochastic").within(most=0.0),
+def at_edge(rows: Sequence[Mapping[str, Any]], arm: str) -> bool:
+    "Whether the rate that confirms an arm is the lowest or the highest of those that tuned it."
+    tried = {row["lr"] for row in rows if row["arm"] == arm and row["seed"] in TUNE}
+    used = {row["lr"] for row in rows if row["arm"] == arm and row["seed"] in CONFIRM}
+    return not tried or bool(used & {min(tried), max(tried)})
+
+
+class Claim(NamedTuple):
+    "What measures a sentence that runs can refute, and what judges each measurement."
+    found: Callable[[Scores], list[Interval]]
+    judge: Callable[[Interval], str]
+
+    def verdict(self, found: Scores) -> str:
+        "Refuted where one measurement refutes it, and holds where all do; KeyError if not run."
+        said = [self.judge(part) for part in self.found(found)]
+        return next((v for v in (REFUTED, OPEN) if v in said), HOLDS)
+
+
+def in_order(r: Interval) -> str:
+    "What a rank correlation says of the order; it is one number, and has no interval."
+    return HOLDS if r.mean >= 0.7 else REFUTED if r.mean < 0.3 else OPEN
+
+
+def above_zero(found: Interval) -> str: return found.within(0.0)
+
+
+def below_zero(found: Interval) -> str: return found.within(most=0.0)
+
+
+CLAIMS = {
+    "losses order the seven arms as micro-F1 does: rank correlation at least 0.7": Claim(
+        lambda found: [Interval(*[rank_correlation(found)] * 3)], in_order),
+    "master weights in E4M3 are within 0.02 of FP32 in micro-F1 and both areas": Claim(
+        lambda found: [gap(found, "E4M3 master", "FP32", score) for score in ("micro_f1", "roc_auc", "pr_auc")],
+        lambda found: found.within(-0.02, 0.02)),
+    "stochastic AdamW in E7M0 ends below its master weights in micro-F1": Claim(
+        lambda found: [gap(found, "E7M0 stochastic", "E7M0 master")], below_zero),
+    "S^-1 in E7M0 raises micro-F1 over stochastic AdamW": Claim(
+        lambda found: [gap(found, "E7M0 S^-1", "E7M0 stochastic")], above_zero),
+    "stochastic AdamW in E7M0 keeps a smaller share of FP32's macro-F1 than of its micro-F1": Claim(
+        lambda found: [share_lost(found, "E7M0 stochastic")], below_zero),
 }
+PAIRS = (  # arms that are compared, each with the one beside it
+    *((arm, "FP32") for arm in ARMS if arm != "FP32"),
+    *((f"{fmt} {name}", f"{fmt} {other}") for fmt in ("E4M3", "E7M0")
+      for name, other in (("stochastic", "master"), ("S^-1", "stochastic"))),
+)
+MARGIN = 0.2  # of FP32's micro-F1 over the prior's, when runs are long enough
 
 
 def over_acts(
