@@ -1,7 +1,6 @@
 """What the notebook of the update rules cannot show: pickling, non-contiguous weights, both dtypes,
 every format against geoopt, and the fast arithmetic against the plain one."""
 import pickle
-
 from functools import partial
 
 import pytest

@@ -145,7 +145,8 @@ def _by_native(
 ) -> Tensor | None:
     "`UpdateSums` from the kernels in C++; None where they are not there, or do not serve."
     library = K.native(before)
-    if library is None or not N.holds_numbers(after) or how.wide or not before.dtype == after.dtype == torch.float32: return None
+    if library is None or how.wide or not N.holds_numbers(after): return None
+    if not before.dtype == after.dtype == torch.float32: return None
     if not (before.is_contiguous() and after.is_contiguous()): return None
     if any(s.shape != (len(before), 1) for s in scales): return None
     how = how._replace(multiply=True, scaling="divide")
