@@ -521,12 +521,13 @@ first = fake_quantize(x, "E4M3")  # starts the compiler, and does not wait for i
 assert N.state["build"] and not N.state["library"]
 N.state["build"].wait()
 assert torch.equal(fake_quantize(x, "E4M3"), first) and N.state["library"]
-print(said[0].split()[0], K.path_text("cpu").split()[0], N.library_path().is_file())
+assert said == [K.path_text("cpu")] and said[0].startswith("C++ kernels for")  # the same before and after
+print(N.library_path().is_file())
 """
     env = os.environ | {"ALTGRAD_CACHE": str(tmp_path), "ALTGRAD_PATH": "auto"}
     run = lambda code: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     done = run(code)
-    assert done.stdout == "eager, C++ True\n", done.stderr[-1500:]
+    assert done.stdout == "True\n", done.stderr[-1500:]
     # another process finds it, and uses it for small tensors from the first call on
     again = run("import torch\nfrom altgrad.numbers import native as N\n"
                 "from altgrad.numbers.quantize import fake_quantize\n"

@@ -426,7 +426,7 @@ def build_checkpoint(
 # %% ../../nbs/evidence/00_instrument.ipynb #595ac38f
 VERSION = 1  # of the instrument: raised where a change alters the results of every run
 MODULES = (  # those that a run's numbers pass through
-    "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/scaling", "numbers/blocks",
+    "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/native", "numbers/scaling", "numbers/blocks",
     "geometry/spacing", "geometry/keeping", "geometry/rivals/kahan", "geometry/rivals/split",
     "geometry/rivals/wide", "geometry/storage", "geometry/optim", "geometry/rivals/lion",
     "geometry/rivals/eco", "geometry/rivals/average", "geometry/rivals/moments",

@@ -161,7 +161,10 @@ def _outgrown(to: GridTensor, inner: Tensor, key: int | Tensor) -> Tensor:
     return to.kind.round(inner, roomier(fmt), key).abs() > fmt.max
 
 def grown_scales(
-    to: GridTensor, w: Tensor, old: Tensor, key: int | Tensor
+    to: GridTensor,
+    w: Tensor,  # finite new values, shape of `to`
+    old: Tensor,  # its `scale`, broadcasts to it
+    key: int | Tensor,  # of stochastic rounding; a scalar as a tensor
 ) -> dict[str, Tensor]:
     "The scales for the values `w`, as they are held; none is smaller than it was, `old`."
     kind, held = block_scales(to.granularity), to.scales()
@@ -190,7 +193,11 @@ def _write_counts(
     return torch.stack([torch.full_like(counts[0], w.numel()), *counts])
 
 # %% ../../nbs/geometry/03_storage.ipynb #bbe05e17
-def kept_finite(w: Tensor, before: Tensor, how: dict[str, Any]) -> Tensor:
+def kept_finite(
+    w: Tensor,  # new values, any shape
+    before: Tensor,  # those that were there, of the same shape
+    how: dict[str, Any],  # of the grid, which counts what is not finite
+) -> Tensor:
     "New values, with those from before in the place of what is not finite, which is counted."
     if is_readable(w) and w.numel() and w.abs().amax().isfinite(): return w
     finite = w.isfinite()
@@ -201,9 +208,9 @@ def kept_finite(w: Tensor, before: Tensor, how: dict[str, Any]) -> Tensor:
 def encode(
     to: GridTensor,
     w: Tensor,  # finite new values, shape of `to`
-    before: Tensor,  # its `latent()`
-    held: Mapping[str, Tensor],  # the scales that it is to have, as they are held
-    key: int | Tensor,
+    before: Tensor,  # its `latent()`, of the same shape
+    held: Mapping[str, Tensor],  # the scales that it is to have, in the shapes in which they are held
+    key: int | Tensor,  # a scalar as a tensor
 ) -> Tensor:  # codes, shape of `to`
     "Round values, count what that does, and keep what is remembered beside their codes."
     kind, fmt = to.kind, to.fmt

@@ -413,8 +413,8 @@ def path_text(
         return f"{way if written else 'eager'}: compiling failed"
     if state["path"] != "auto": return f"{state['path']}: by `set_path`, or ALTGRAD_PATH"
     if device == "cuda": return f"compiled for tensors from {_FROM:,} elements on; eager below"
-    if N.find_library() is not None: return f"C++ kernels for {torch.backends.cpu.get_cpu_capability()}"
-    return f"eager, until C++ kernels are built: from {_AFTER[device]:,} rounded elements on"
+    return (f"C++ kernels for {torch.backends.cpu.get_cpu_capability()} as soon as they are built, after "
+            f"{_AFTER[device]:,} rounded elements at the latest begun; eager until then")
 
 # %% ../../nbs/numbers/02_kernels.ipynb #edb36d0a
 def worth_compiling(

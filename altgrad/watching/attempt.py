@@ -188,7 +188,7 @@ def attempt(
     gradient: Tensor,  # of the same shape
     state: dict[str, Any],  # the tensor's state
     dtype: torch.dtype | None = None,  # in which the step is made; None: that of the tensor
-    pick: Callable[[Tensor], Tensor] = lambda t: t,  # which elements are looked at
+    pick: Callable[[Tensor], Tensor] = lambda t: t,  # which elements are looked at, any shape
 ) -> Attempt:  # of these elements
     """Make an optimizer's own step on a copy of one tensor: as it is, without weight decay,
     and at twice the learning rate; one after another, so that there is one copy at a time."""
@@ -270,7 +270,7 @@ def attempt_alone(
     optimizer: Optimizer,  # any; nothing of it is changed
     group: dict[str, Any],  # the one of its groups that the parameter is in
     p: Any,  # a parameter with a gradient, any shape
-    pick: Callable[[Tensor], Tensor] = lambda t: t,  # which elements are looked at
+    pick: Callable[[Tensor], Tensor] = lambda t: t,  # which elements are looked at, any shape
 ) -> Attempt:  # of these elements
     "Return what the next step attempts for a whole parameter."
     g, state = p.grad, optimizer.state.get(p, {})

@@ -115,7 +115,7 @@ def codes_of(
 def values_of(
     p: Any,  # a parameter, plain or on a grid
     state: dict[str, Any],  # its optimizer's
-    pick: Callable[[Tensor], Tensor] = lambda t: t,  # which elements
+    pick: Callable[[Tensor], Tensor] = lambda t: t,  # which elements, any shape
 ) -> Tensor:  # of these elements
     "Return what a parameter holds, with what is kept beside it."
     if isinstance(p.data, GridTensor): return pick(p.data.latent())

@@ -214,7 +214,8 @@ class Monitors:
         health_every: int = 100,  # steps between looks at the singular values
     ):
         self.model, self.optimizers = model, list(optimizers)
-        if every is None: every = 1 if compiles() else 10
+        cheap = compiles()  # waits for the kernels in C++, so that a run has the same sums from its first step on
+        if every is None: every = 1 if cheap else 10
         if min(every, histogram_every, health_every) < 1:
             raise InputError("every, histogram_every and health_every must be at least 1")
         self.every, self.histogram_every, self.health_every = every, histogram_every, health_every

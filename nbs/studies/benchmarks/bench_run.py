@@ -1,4 +1,5 @@
 """What a run of the instrument costs: CPU seconds of its parts; writes nbs/results/bench_run.json.
+About 3 minutes on two cores.
 
 python nbs/studies/benchmarks/bench_run.py [--label now] [--rounds 5]
 
