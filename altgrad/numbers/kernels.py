@@ -570,10 +570,11 @@ def _by_native(
     scales = native_scale(x, scale)
     if how.overflow == "mask" or scales is None: return None
     grid, call, out = native_grid(g, how), native_call(how, words), torch.empty_like(x)
-    kind, by = N.kind_of_kernel(x.dtype, how.wide), 1.0 if inverse is None else inverse.item()
-    if x.dtype in _ONE:
-        N.round_rows(library, kind, x, out, scales, by, grid, call)
+    by = 1.0 if inverse is None else inverse.item()
+    if x.dtype in N.DTYPES:
+        N.round_rows(library, N.kind_of_kernel(x.dtype, how.wide), x, out, scales, by, grid, call)
         return out
+    kind = N.kind_of_kernel(torch.float32, how.wide)
     row = x.numel() // len(x)
     step = max(1, CHUNK // row)
     for a in range(0, len(x), step):
@@ -597,14 +598,15 @@ def _sample() -> Tensor:
 
 def _prove(library: Any) -> None:
     "RuntimeError unless the kernels in C++ give the bits of the eager ones on a sample."
-    for dtype, (name, rounding, overflow) in product((torch.float32, torch.float64), _SAMPLED):
-        x, scale = _sample().to(dtype), torch.tensor(0.37, dtype=dtype, device="cpu")
+    for dtype, (name, rounding, overflow) in product(N.DTYPES, _SAMPLED):
+        computes = torch.promote_types(dtype, torch.float32)
+        x, scale = _sample().to(dtype), torch.tensor(0.37, dtype=computes, device="cpu")
         g, how, _ = plan(get_format(name), dtype, rounding, overflow, 24, True, "divide")
         words = words_of(rounding_key(1)) if rounding == "stochastic" else None
         a = _eager(x, scale, None, g, how, words, None)
         b = _by_native(library, x, scale, None, g, how, words)
         assert b is not None
-        integers = torch.int64 if dtype == torch.float64 else torch.int32
+        integers = N.DTYPES[dtype]
         same = (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())
         if not same.all(): raise RuntimeError(f"its kernels compute other bits ({name}, {rounding})")
     state["proved"] = True

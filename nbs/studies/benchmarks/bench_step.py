@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from altgrad.basics import write_atomic
-from altgrad.numbers import quantize
+from altgrad.numbers import kernels
 from altgrad.model import surgery
 from altgrad.model.gpt import GPT, GPTConfig, loss_of, preset
 from altgrad.model.points import LayerPrecisionRule, PrecisionConfig, Quantizer
@@ -157,7 +157,7 @@ def marked(owner: object, name: str, mark: str) -> None:
 def profile(step, device: str, steps: int = 5) -> dict[str, float]:
     "Milliseconds a step by part, and of everything else."
     marked(Quantizer, "scale", "amax and scale")
-    marked(quantize, "_run", "rounding")
+    marked(kernels, "_run", "rounding")
     marked(surgery, "scale_of", "amax and scale")
     for _ in range(2): step()
     with torch.profiler.profile() as seen:
