@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['ON_GRID', 'LANES', 'MODES', 'BITS', 'CHANCE', 'ROUND', 'CHOOSE', 'BFLOAT16', 'COUNT', 'LOOK', 'COUNT_ROWS', 'WATCH',
-           'WATCH_ROWS', 'ENTRIES', 'OPTIONS', 'VECTORS', 'state', 'SHARED', 'DTYPES', 'Grid', 'Call', 'Places', 'Sums',
-           'Watched', 'Moved', 'source', 'build_command', 'library_path', 'start_build', 'why_not', 'load_library',
-           'find_library', 'build_library', 'holds_numbers', 'spans', 'in_parts', 'kind_of_kernel', 'round_rows',
-           'count_rows', 'watch_rows', 'count_moved']
+           'WATCH_ROWS', 'SHARE', 'ENTRIES', 'OPTIONS', 'VECTORS', 'state', 'SHARED', 'DTYPES', 'Grid', 'Call',
+           'Places', 'Sums', 'Watched', 'Moved', 'source', 'build_command', 'library_path', 'start_build', 'why_not',
+           'load_library', 'find_library', 'build_library', 'holds_numbers', 'team', 'shared', 'kind_of_kernel',
+           'round_rows', 'count_rows', 'watch_rows', 'count_moved']
 
 # %% ../../nbs/numbers/11_native.ipynb #1d2d8129
 import ctypes
@@ -18,11 +18,10 @@ import shlex
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +85,8 @@ class Call(ctypes.Structure):
         ("mode", _I),  # a place in `MODES`; powers: to nearest without mantissa bits
         ("special", _I),  # whether what lies beyond the limits becomes `over` and `under`
         ("divide", _I),  # by the scale, or multiply by `inverse`
+        ("parts", _I),  # that threads may share
+        ("team", _L),  # from `team`: what calls the threads
     ]
 
 class Places(ctypes.Structure):
@@ -381,20 +382,19 @@ NOINLINE static void watch(const float* __restrict x, const float* __restrict y,
 
 # %% ../../nbs/numbers/11_native.ipynb #be757d85
 WATCH_ROWS = r"""
-extern "C" void watch_float32(const float* x, float* y, int64_t rows, int64_t length, const float* scale,
-                              double unused, const Grid* g, const Call* given, double unit, double low,
-                              double high, Watched* w) {
+static void watch_rows(const float* x, float* y, int64_t rows, int64_t length, const float* scale,
+                       double inverse, const Grid* g, Call call, float unit, float low, float high,
+                       Watched& w) {
   float error[BLOCK], value[BLOCK];
-  Call call = *given;
   for (int64_t r = 0; r < rows; r++, x += length, y += length)
-    for (int64_t a = 0; a < length; a += BLOCK, call.first += BLOCK) {
+    for (int64_t a = 0; a < length; a += BLOCK) {
       const int64_t n = length - a < BLOCK ? length - a : BLOCK;
-      call.first = given->first + r * length + a;
-      if (g) round_rows<float, float>(x + a, y + a, 1, n, scale + r, unused, g, call);
-      watch(x + a, y + a, error, value, n, 1 / scale[r], unit, low, high, *w);
+      if (g) round_rows<float, float>(x + a, y + a, 1, n, scale + r, inverse, g, call);
+      watch(x + a, y + a, error, value, n, 1 / scale[r], unit, low, high, w);
       for (int64_t i = n; i % LANES; i++) error[i] = value[i] = 0;
-      add_squares(error, n, w->error);
-      add_powers(value, n, *w);
+      add_squares(error, n, w.error);
+      add_powers(value, n, w);
+      call.first += n;
     }
 }
 NOINLINE static void compare(const float* __restrict a, const float* __restrict b, const float* __restrict p,
@@ -408,41 +408,92 @@ NOINLINE static void compare(const float* __restrict a, const float* __restrict 
   }
   m.updates += updates, m.flips += flips, m.sign_changes += signs;
 }
-extern "C" void moved_float32(const float* a, const float* b, int64_t rows, int64_t length, const float* s,
-                              const float* t, const Grid* g, const Call* call, Moved* m) {
+static void moved_rows(const float* a, const float* b, int64_t rows, int64_t length, const float* s,
+                       const float* t, const Grid* g, const Call& call, Moved& m) {
   float p[BLOCK], q[BLOCK];
   for (int64_t r = 0; r < rows; r++, a += length, b += length)
     for (int64_t k = 0; k < length; k += BLOCK) {
       const int64_t n = length - k < BLOCK ? length - k : BLOCK;
-      round_rows<float, float>(a + k, p, 1, n, s + r, 1, g, *call);
-      round_rows<float, float>(b + k, q, 1, n, t + r, 1, g, *call);
-      compare(a + k, b + k, p, q, n, *m);
+      round_rows<float, float>(a + k, p, 1, n, s + r, 1, g, call);
+      round_rows<float, float>(b + k, q, 1, n, t + r, 1, g, call);
+      compare(a + k, b + k, p, q, n, m);
     }
+}
+"""
+
+# %% ../../nbs/numbers/11_native.ipynb #fe2d7fcf
+SHARE = r"""
+struct Part { int64_t number, row, rows, at, length; };  // `at`: its first element
+
+// rows where there are several, else places in the one
+template <class Run> static void in_parts(const Call& call, int64_t rows, int64_t length, const Run& run) {
+  const int64_t whole = rows == 1 ? length : rows, unit = rows == 1 ? 4096 : 1;
+  const int64_t several = (whole + call.parts * unit - 1) / (call.parts * unit), step = several * unit;
+  const int64_t parts = (whole + step - 1) / step;
+  const auto one = [&](int64_t k) {
+    const int64_t a = k * step, n = whole - a < step ? whole - a : step;
+    run(rows == 1 ? Part{k, 0, 1, a, n} : Part{k, a, n, a * length, length});
+  };
+  if (parts == 1) return one(0);
+  struct Work {
+    decltype(one)& part;
+    std::atomic<int64_t> next;
+    int64_t parts;
+  } work{one, {0}, parts};
+  const auto take = [](void* given) {
+    Work& work = *static_cast<Work*>(given);
+    for (int64_t k; (k = work.next++) < work.parts;) work.part(k);
+  };
+  using Team = void (*)(void (*)(void*), void*, unsigned, unsigned);
+  reinterpret_cast<Team>(call.team)(take, &work, unsigned(parts), 0);
+}
+static Call from(Call call, int64_t at) {
+  call.first += at;
+  return call;
 }
 """
 
 # %% ../../nbs/numbers/11_native.ipynb #bf5ec33f
 ENTRIES = r"""
-#define ENTRY(NAME, X, Z)                                                                               \
-  extern "C" void round_##NAME(const X* x, X* out, int64_t rows, int64_t length, const X* scale,        \
+#define ROUND_ENTRY(NAME, X, S, RUN)                                                                    \
+  extern "C" void round_##NAME(const X* x, X* out, int64_t rows, int64_t length, const S* scale,        \
                                double inverse, const Grid* g, const Call* call) {                       \
-    round_rows<X, Z>(x, out, rows, length, scale, inverse, g, *call);                                   \
-  }                                                                                                     \
+    in_parts(*call, rows, length, [&](const Part& p) {                                                  \
+      RUN(x + p.at, out + p.at, p.rows, p.length, scale + p.row, inverse, g, from(*call, p.at));        \
+    });                                                                                                 \
+  }
+#define COUNT_ENTRY(NAME, X, Z)                                                                         \
   extern "C" void count_##NAME(const X* x, X* out, int64_t rows, int64_t length, const X* scale,        \
                                double inverse, const Grid* g, const Call* call, const Places* places,   \
                                int64_t* bins, Sums* sums) {                                             \
-    count_rows<X, Z>(x, out, rows, length, scale, inverse, g, *call, places, bins, sums);               \
+    const int64_t tables = TABLES * (2 * int64_t(places->last) + 2);                                    \
+    in_parts(*call, rows, length, [&](const Part& p) {                                                  \
+      count_rows<X, Z>(x + p.at, out + p.at, p.rows, p.length, scale + p.row, inverse, g,               \
+                       from(*call, p.at), places, bins ? bins + p.number * tables : bins,               \
+                       sums + p.number);                                                                \
+    });                                                                                                 \
   }
+#define ENTRY(NAME, X, Z) ROUND_ENTRY(NAME, X, X, (round_rows<X, Z>)) COUNT_ENTRY(NAME, X, Z)
 ENTRY(float32, float, float)
 ENTRY(float32_wide, float, double)
 ENTRY(float64, double, double)
-#define ENTRY16(NAME, Z)                                                                                \
-  extern "C" void round_##NAME(const uint16_t* x, uint16_t* out, int64_t rows, int64_t length,          \
-                               const float* scale, double inverse, const Grid* g, const Call* call) {   \
-    round_bfloat16<Z>(x, out, rows, length, scale, inverse, g, *call);                                  \
-  }
-ENTRY16(bfloat16, float)
-ENTRY16(bfloat16_wide, double)
+ROUND_ENTRY(bfloat16, uint16_t, float, round_bfloat16<float>)
+ROUND_ENTRY(bfloat16_wide, uint16_t, float, round_bfloat16<double>)
+
+extern "C" void watch_float32(const float* x, float* y, int64_t rows, int64_t length, const float* scale,
+                              double inverse, const Grid* g, const Call* call, double unit, double low,
+                              double high, Watched* w) {
+  in_parts(*call, rows, length, [&](const Part& p) {
+    watch_rows(x + p.at, y + p.at, p.rows, p.length, scale + p.row, inverse, g, from(*call, p.at), unit, low,
+               high, w[p.number]);
+  });
+}
+extern "C" void moved_float32(const float* a, const float* b, int64_t rows, int64_t length, const float* s,
+                              const float* t, const Grid* g, const Call* call, Moved* m) {
+  in_parts(*call, rows, length, [&](const Part& p) {
+    moved_rows(a + p.at, b + p.at, p.rows, p.length, s + p.row, t + p.row, g, from(*call, p.at), m[p.number]);
+  });
+}
 """
 
 # %% ../../nbs/numbers/11_native.ipynb #fa1f13b2
@@ -451,12 +502,12 @@ def source() -> str:
     "Return the C++ of all kernels."
     names = [mode.upper() for mode in MODES]
     every = ", ".join(f"round_row<{name}, SPECIAL, DIVIDE, X, Z>" for name in names)
-    head = [f"#include <{name}>" for name in ("cmath", "cstdint", "cstring")]
+    head = [f"#include <{name}>" for name in ("atomic", "cmath", "cstdint", "cstring")]
     head += ["#define NOINLINE __attribute__((noinline))", f"enum {{ LANES = {LANES} }};"]
     head += [f"enum Mode {{ {', '.join(names)} }};"]
     structures = map(_declared, (Grid, Call, Places, Sums, Watched, Moved))
     parts = (BITS, CHANCE, ON_GRID, ROUND, CHOOSE.replace("EVERY_MODE", every), BFLOAT16, COUNT, LOOK,
-             COUNT_ROWS, WATCH, WATCH_ROWS, ENTRIES)
+             COUNT_ROWS, WATCH, WATCH_ROWS, SHARE, ENTRIES)
     return "\n".join([*head, *structures, *parts])
 
 # %% ../../nbs/numbers/11_native.ipynb #55359417
@@ -500,7 +551,9 @@ def why_not(
     return next((line for line in log if line.strip()), "the compiler said nothing")
 
 # %% ../../nbs/numbers/11_native.ipynb #354c567c
-state: dict[str, Any] = {"library": None, "build": None, "looked": "", "lock": threading.RLock()}  # looked: where
+state: dict[str, Any] = {  # looked: where
+    "library": None, "build": None, "looked": "", "lock": threading.RLock(), "forked": False,
+}
 
 def load_library(
     path: Path,  # of a library that was built
@@ -557,44 +610,28 @@ def holds_numbers(
     if torch._C._functorch.is_functorch_wrapped_tensor(x): return False
     return not (x.is_neg() or x._is_zerotensor())
 
-SHARED = 1 << 20  # elements from which on threads share a tensor
+SHARED = 1 << 16  # elements from which on threads share a tensor
 
 @cache
-def _threads() -> ThreadPoolExecutor: return ThreadPoolExecutor(os.cpu_count() or 1, "altgrad")
+def team() -> int:  # 0: there is none
+    "Return the address of OpenMP's function that calls torch's threads."
+    found = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    return ctypes.cast(found, ctypes.c_void_p).value or 0 if found else 0
 
 def _after_fork() -> None:
     "The child has neither the threads nor the compiler of its parent."
-    _threads.cache_clear()
-    state.update(build=None, lock=threading.RLock())
+    state.update(build=None, lock=threading.RLock(), forked=True)
 
 if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_after_fork)
 
-def spans(
-    rows: int,
-    length: int,  # of a row
-    parts: int,  # as many, or fewer
-) -> Iterator[tuple[int, int, int, int]]:  # first row, number of rows, first place in a row, number of places
-    "Cut a tensor: by rows where there are several, else within the one."
-    whole, unit = (length, 4096) if rows == 1 else (rows, 1)
-    step = max(1, -(-whole // (parts * unit))) * unit
-    for a in range(0, whole, step):
-        n = min(step, whole - a)
-        yield (0, 1, a, n) if rows == 1 else (a, n, 0, length)
-
 # %% ../../nbs/numbers/11_native.ipynb #24f853b9
-def in_parts(
-    rows: int,
-    length: int,  # of a row
-    part: Callable[..., None],  # is given a span
-) -> None:
-    "Call `part` with the spans of a tensor, in threads where it is large."
-    many = torch.get_num_threads() if rows * length >= SHARED else 1
-    if many == 1: return part(0, rows, 0, length)
-    first, *others = spans(rows, length, many)
-    try: waiting = [_threads().submit(part, *span) for span in others]
-    except RuntimeError: return part(0, rows, 0, length)  # the interpreter ends: no more threads
-    part(*first)
-    for one in waiting: one.result()
+def shared(
+    call: Call,
+    elements: int,  # of the tensor
+) -> Call:
+    "Return the call as it is for as many threads as torch may use, if that is worth it."
+    many = torch.get_num_threads() if elements >= SHARED and team() and not state["forked"] else 1
+    return Call(call.first, call.key, call.mode, call.special, call.divide, many, team())
 
 # %% ../../nbs/numbers/11_native.ipynb #5898fb42
 # that kernels read and write, and integers of their width
@@ -607,10 +644,6 @@ def kind_of_kernel(
     "Return the types of a kernel, as its name says them."
     name = str(dtype).removeprefix("torch.")
     return f"{name}_wide" if wide and dtype != torch.float64 else name
-
-def _shifted(call: Call, by: int) -> Call:
-    "The same call for elements that begin later."
-    return Call(call.first + by, call.key, call.mode, call.special, call.divide)
 
 # %% ../../nbs/numbers/11_native.ipynb #d1c434ec
 def round_rows(
@@ -625,15 +658,8 @@ def round_rows(
 ) -> None:
     "Write `x` on the grid, times the scale if the grid says so, to `out`."
     rows, run = scale.numel(), getattr(library, f"round_{kind}")
-    size, wide = x.element_size(), scale.element_size()
-    length, places = x.numel() // rows, (x.data_ptr(), out.data_ptr(), scale.data_ptr())
-
-    def part(row: int, count: int, start: int, n: int) -> None:
-        at = row * length + start
-        own = _shifted(call, at) if at else call
-        run(places[0] + at * size, places[1] + at * size, count, n, places[2] + row * wide, inverse, grid, own)
-
-    in_parts(rows, length, part)
+    run(x.data_ptr(), out.data_ptr(), rows, x.numel() // rows, scale.data_ptr(), inverse, grid,
+        shared(call, x.numel()))
 
 # %% ../../nbs/numbers/11_native.ipynb #eb3f18f5
 def count_rows(
@@ -649,27 +675,19 @@ def count_rows(
     histogram: bool,  # whether bins are counted
 ) -> tuple[Tensor, Tensor | None]:  # float64: over, under, nan, inf, squared error, squares, amax; int64 [bins]
     "Write what `round_rows` does, times the scale, and count what that did."
-    rows, size, run = scale.numel(), x.element_size(), getattr(library, f"count_{kind}")
-    length, at_x, at_out, at_scale = x.numel() // rows, x.data_ptr(), out.data_ptr(), scale.data_ptr()
-    found: list[tuple[int, Sums, Tensor | None]] = []
-
-    def part(row: int, count: int, start: int, n: int) -> None:
-        at, sums = row * length + start, Sums()
-        bins = torch.zeros(4, 2 * places.last + 2, dtype=torch.int64, device="cpu") if histogram else None
-        run(at_x + at * size, at_out + at * size, count, n, at_scale + row * size, inverse, grid,
-            _shifted(call, at), places, None if bins is None else bins.data_ptr(), sums)
-        found.append((at, sums, bins))
-
-    in_parts(rows, length, part)
-    return _merged([s for _, s, _ in sorted(found, key=lambda f: f[0])], [b for *_, b in found if b is not None])
+    rows, run, own = scale.numel(), getattr(library, f"count_{kind}"), shared(call, x.numel())
+    sums, size = (Sums * own.parts)(), (own.parts, 4, 2 * places.last + 2)
+    bins = torch.zeros(size, dtype=torch.int64, device="cpu") if histogram else None
+    run(x.data_ptr(), out.data_ptr(), rows, x.numel() // rows, scale.data_ptr(), inverse, grid, own, places,
+        None if bins is None else bins.data_ptr(), sums)
+    return _merged(sums), None if bins is None else bins.sum((0, 1))
 
 # %% ../../nbs/numbers/11_native.ipynb #deef459e
-def _merged(sums: list[Sums], bins: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-    "The sums and bins of all parts."
+def _merged(sums: ctypes.Array[Sums]) -> Tensor:
+    "The sums of all parts."
     counts = [[s.over, s.under, s.nan, s.inf, sum(s.error), sum(s.squares)] for s in sums]
     total = torch.tensor(counts, dtype=torch.float64, device="cpu").sum(0)
-    amax = torch.tensor([max(s.amax for s in sums)], dtype=torch.float64, device="cpu")
-    return torch.cat([total, amax]), torch.stack(bins).sum((0, 1)) if bins else None
+    return torch.cat([total, torch.tensor([max(s.amax for s in sums)], dtype=torch.float64, device="cpu")])
 
 # %% ../../nbs/numbers/11_native.ipynb #0d6e5dd0
 def watch_rows(
@@ -684,18 +702,11 @@ def watch_rows(
     limits: tuple[float, float],  # of the format
 ) -> list[Watched]:  # of parts, in order
     "Round, where a grid is given, and sum."
-    rows, length = scale.numel(), x.numel() // scale.numel()
-    at_x, at_y, at_scale = x.data_ptr(), y.data_ptr(), scale.data_ptr()
-    found: dict[int, Watched] = {}
-
-    def part(row: int, count: int, start: int, n: int) -> None:
-        at = row * length + start
-        found[at] = Watched()
-        library.watch_float32(at_x + 4 * at, at_y + 4 * at, count, n, at_scale + 4 * row, inverse,
-                              grid, _shifted(call, at), unit, *limits, found[at])
-
-    in_parts(rows, length, part)
-    return [found[at] for at in sorted(found)]
+    rows, own = scale.numel(), shared(call, x.numel())
+    found = (Watched * own.parts)()
+    library.watch_float32(x.data_ptr(), y.data_ptr(), rows, x.numel() // rows, scale.data_ptr(), inverse,
+                          grid, own, unit, *limits, found)
+    return list(found)
 
 # %% ../../nbs/numbers/11_native.ipynb #bec3f15b
 def count_moved(
@@ -707,14 +718,8 @@ def count_moved(
     call: Call,
 ) -> list[int]:  # as `Moved`
     "Count what a step did to weights that are rounded at their use."
-    rows, length = scales[0].numel(), before.numel() // scales[0].numel()
-    places, found = [t.data_ptr() for t in (before, after, *scales)], []
-
-    def part(row: int, count: int, start: int, n: int) -> None:
-        at, moved = 4 * (row * length + start), Moved()
-        library.moved_float32(places[0] + at, places[1] + at, count, n, places[2] + 4 * row, places[3] + 4 * row,
-                              grid, call, moved)
-        found.append([moved.updates, moved.flips, moved.sign_changes])
-
-    in_parts(rows, length, part)
-    return [sum(column) for column in zip(*found)]
+    rows, own = scales[0].numel(), shared(call, before.numel())
+    found = (Moved * own.parts)()
+    library.moved_float32(before.data_ptr(), after.data_ptr(), rows, before.numel() // rows,
+                          *[s.data_ptr() for s in scales], grid, own, found)
+    return [sum(column) for column in zip(*[(m.updates, m.flips, m.sign_changes) for m in found])]

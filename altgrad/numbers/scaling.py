@@ -111,7 +111,8 @@ def amax_of(
     if not x.numel(): raise InputError("amax_of takes a tensor with elements")
     # one pass, and no copy of |x|
     if granularity == "tensor" and x.device.type != "mps":
-        return torch.maximum(*[t.abs() for t in x.detach().aminmax()])
+        low, high = x.detach().aminmax()
+        return torch.maximum(-low, high).abs()
     if granularity == "tensor": return x.detach().abs().amax()
     if granularity == "channel": return x.detach().abs().amax(dim, keepdim=True)
     if not is_whole(granularity, 1):
