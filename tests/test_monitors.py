@@ -17,7 +17,7 @@ from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
 from altgrad.model.surgery import quantize_model, round_weight_gradients
 from altgrad.watching.metrics import METRICS
-from altgrad.watching.sums import Parcel, round_and_sum, rounding_sums
+from altgrad.watching.sums import PLACE, Parcel, round_and_sum, rounding_sums
 from altgrad.watching.points import point_metrics
 from altgrad.watching.updates import UpdateCounts, UpdateSums, update_sums
 from altgrad.watching.monitors import GradientCounts, Monitors
@@ -90,6 +90,32 @@ def test_tiny_and_huge_tensors_neither_vanish_nor_overflow_in_the_sums():
         reference = rounding_sums(x, y * 2.0**-exponent, torch.tensor(2.0**-5), FORMATS["E4M3"])
         powers = torch.tensor([0, 0, 0, 2, 1, 2, 3, 4, 1, 0])
         torch.testing.assert_close(sums, reference * 2.0 ** (exponent * powers.double()))
+
+
+@pytest.mark.parametrize("scale", [0.25, "a row"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_sums_of_bfloat16_are_those_of_its_values(rounding, scale):
+    x = torch.randn(7, 3001, generator=torch.Generator().manual_seed(0)).mul(40).bfloat16()
+    x[0, :4] = torch.tensor([math.inf, -math.inf, math.nan, 0.0])
+    rows = torch.tensor([2.0**-k for k in range(7)])[:, None]
+    scale = rows if scale == "a row" else torch.tensor(scale)
+    key = 3 if rounding == "stochastic" else None
+    y, sums = round_and_sum(x, Precision("E4M3", rounding=rounding), scale, key)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y.nan_to_num(), fake_quantize(x, "E4M3", scale, rounding=rounding, key=key).nan_to_num())
+    exact, rounded = x.double()[x.isfinite()], y.double()[x.isfinite()]
+    wanted = {
+        "overflow": ((x / scale).abs() > 448).logical_and(x.isfinite()).sum(),
+        "underflow": ((rounded == 0) & (exact != 0)).sum(), "nonfinite": 3,
+        "error": (rounded - exact).square().sum(), "amax": exact.abs().max(), "elements": x.numel(),
+        **{f"power_{k}": exact.pow(k).sum() for k in (1, 2, 3, 4)},
+    }
+    for name, value in wanted.items():
+        # error, a difference of two bfloat16 numbers, is rounded to float32 at worst: 2^-24 each, twice squared;
+        # without a compiler sums are float32 too, of pieces of 21,007 elements: 2^-24 times the square root of them
+        size = exact.abs().sum() if name == "power_1" else exact.abs().pow(3).sum() if name == "power_3" else 0
+        slack = 21_007**0.5 * 2.0**-23 * max(float(size), abs(float(value)))
+        assert abs(float(sums[PLACE[name]]) - float(value)) <= slack, name
 
 
 @pytest.mark.parametrize(

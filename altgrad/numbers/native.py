@@ -382,15 +382,28 @@ NOINLINE static void watch(const float* __restrict x, const float* __restrict y,
 
 # %% ../../nbs/numbers/11_native.ipynb #be757d85
 WATCH_ROWS = r"""
-static void watch_rows(const float* x, float* y, int64_t rows, int64_t length, const float* scale,
-                       double inverse, const Grid* g, Call call, float unit, float low, float high,
-                       Watched& w) {
-  float error[BLOCK], value[BLOCK];
+static const float* floats(const float* x, float*, int64_t) { return x; }
+static const float* floats(const uint16_t* x, float* copy, int64_t n) {
+  widen(x, copy, n);
+  return copy;
+}
+static void round_block(const float* x, float* y, int64_t n, const float* scale, double inverse, const Grid* g,
+                        const Call& call) {
+  round_rows<float, float>(x, y, 1, n, scale, inverse, g, call);
+}
+static void round_block(const uint16_t* x, uint16_t* y, int64_t n, const float* scale, double inverse,
+                        const Grid* g, const Call& call) {
+  round_bfloat16<float>(x, y, 1, n, scale, inverse, g, call);
+}
+template <class X>
+static void watch_rows(const X* x, X* y, int64_t rows, int64_t length, const float* scale, double inverse,
+                       const Grid* g, Call call, float unit, float low, float high, Watched& w) {
+  float a[BLOCK], b[BLOCK], error[BLOCK], value[BLOCK];
   for (int64_t r = 0; r < rows; r++, x += length, y += length)
-    for (int64_t a = 0; a < length; a += BLOCK) {
-      const int64_t n = length - a < BLOCK ? length - a : BLOCK;
-      if (g) round_rows<float, float>(x + a, y + a, 1, n, scale + r, inverse, g, call);
-      watch(x + a, y + a, error, value, n, 1 / scale[r], unit, low, high, w);
+    for (int64_t k = 0; k < length; k += BLOCK) {
+      const int64_t n = length - k < BLOCK ? length - k : BLOCK;
+      if (g) round_block(x + k, y + k, n, scale + r, inverse, g, call);
+      watch(floats(x + k, a, n), floats(y + k, b, n), error, value, n, 1 / scale[r], unit, low, high, w);
       for (int64_t i = n; i % LANES; i++) error[i] = value[i] = 0;
       add_squares(error, n, w.error);
       add_powers(value, n, w);
@@ -480,14 +493,17 @@ ENTRY(float64, double, double)
 ROUND_ENTRY(bfloat16, uint16_t, float, round_bfloat16<float>)
 ROUND_ENTRY(bfloat16_wide, uint16_t, float, round_bfloat16<double>)
 
-extern "C" void watch_float32(const float* x, float* y, int64_t rows, int64_t length, const float* scale,
-                              double inverse, const Grid* g, const Call* call, double unit, double low,
-                              double high, Watched* w) {
-  in_parts(*call, rows, length, [&](const Part& p) {
-    watch_rows(x + p.at, y + p.at, p.rows, p.length, scale + p.row, inverse, g, from(*call, p.at), unit, low,
-               high, w[p.number]);
-  });
-}
+#define WATCH_ENTRY(NAME, X)                                                                            \
+  extern "C" void watch_##NAME(const X* x, X* y, int64_t rows, int64_t length, const float* scale,      \
+                               double inverse, const Grid* g, const Call* call, double unit,            \
+                               double low, double high, Watched* w) {                                   \
+    in_parts(*call, rows, length, [&](const Part& p) {                                                  \
+      watch_rows(x + p.at, y + p.at, p.rows, p.length, scale + p.row, inverse, g, from(*call, p.at),    \
+                 unit, low, high, w[p.number]);                                                         \
+    });                                                                                                 \
+  }
+WATCH_ENTRY(float32, float)
+WATCH_ENTRY(bfloat16, uint16_t)
 extern "C" void moved_float32(const float* a, const float* b, int64_t rows, int64_t length, const float* s,
                               const float* t, const Grid* g, const Call* call, Moved* m) {
   in_parts(*call, rows, length, [&](const Part& p) {
@@ -570,9 +586,10 @@ def load_library(
         getattr(library, f"count_{name}").argtypes = [
             *rows, *call, ctypes.POINTER(Places), tensor, ctypes.POINTER(Sums)]
         getattr(library, f"count_{name}").restype = None
-    library.watch_float32.argtypes = [*rows, *call, *[ctypes.c_double] * 3, ctypes.POINTER(Watched)]
+    for watch in (library.watch_float32, library.watch_bfloat16):
+        watch.argtypes, watch.restype = [*rows, *call, *[ctypes.c_double] * 3, ctypes.POINTER(Watched)], None
     library.moved_float32.argtypes = [tensor, tensor, size, size, tensor, tensor, *call, ctypes.POINTER(Moved)]
-    library.watch_float32.restype = library.moved_float32.restype = None
+    library.moved_float32.restype = None
     return library
 
 # %% ../../nbs/numbers/11_native.ipynb #68016087
@@ -692,8 +709,8 @@ def _merged(sums: ctypes.Array[Sums]) -> Tensor:
 # %% ../../nbs/numbers/11_native.ipynb #0d6e5dd0
 def watch_rows(
     library: Any,
-    x: Tensor,  # float32 of any shape, contiguous, not empty
-    y: Tensor,  # of the same shape: gets `x` on the grid, or has it
+    x: Tensor,  # float32 or bfloat16 of any shape, contiguous, not empty
+    y: Tensor,  # of the same dtype and shape: gets `x` on the grid, or has it
     scale: Tensor,  # [rows], float32, contiguous
     inverse: float,  # by which is multiplied where `call` does not divide
     grid: Grid | None,  # None: `y` is rounded already
@@ -703,9 +720,9 @@ def watch_rows(
 ) -> list[Watched]:  # of parts, in order
     "Round, where a grid is given, and sum."
     rows, own = scale.numel(), shared(call, x.numel())
-    found = (Watched * own.parts)()
-    library.watch_float32(x.data_ptr(), y.data_ptr(), rows, x.numel() // rows, scale.data_ptr(), inverse,
-                          grid, own, unit, *limits, found)
+    found, watch = (Watched * own.parts)(), getattr(library, f"watch_{kind_of_kernel(x.dtype, False)}")
+    watch(x.data_ptr(), y.data_ptr(), rows, x.numel() // rows, scale.data_ptr(), inverse, grid, own,
+          unit, *limits, found)
     return list(found)
 
 # %% ../../nbs/numbers/11_native.ipynb #bec3f15b

@@ -171,6 +171,8 @@ def _in_units_of_x(total: Tensor, unit: Tensor) -> Tensor:
 # a sum that the loop in C++ does not have is computed, with all others, by the lines above
 _ALL_NATIVE = {s.name for s in SUMS if s.of} <= {name for name, *_ in N.Watched._fields_}
 
+_WATCHED = (torch.float32, torch.bfloat16)  # what the loop reads as it is
+
 def _row_of(parts: list[N.Watched], elements: int) -> Tensor:
     "What the kernels in C++ have summed as a row of `SUMS`."
     def total(s: Sum) -> float:
@@ -187,8 +189,8 @@ def _by_native(
     "The sums from the kernels in C++, in units of x; with a plan they round first, into `y`. None: not there."
     library = K.native(x)
     if library is None or not N.holds_numbers(y) or not _ALL_NATIVE: return None
-    if plan is None: x, y = x.float(), y.float()  # of half precision
-    if not x.dtype == y.dtype == torch.float32 or not (x.is_contiguous() and y.is_contiguous()): return None
+    if x.dtype != y.dtype or x.dtype not in _WATCHED: x, y = x.float(), y.float()
+    if not (x.is_contiguous() and y.is_contiguous()): return None
     flat, s, _ = K.flat_of(x, scale.float(), None)
     scales = K.native_scale(flat, s)
     if scales is None or plan and plan[1].wide: return None
@@ -231,7 +233,7 @@ def _rounded_by_native(
     x: Tensor, p: Precision, scale: Tensor, key: int | Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
     "Rounds and sums in one pass of the kernels in C++; None for what they do not do."
-    if K.native(x) is None or x.dtype != torch.float32 or scale.device.type != "cpu": return None
+    if K.native(x) is None or x.dtype not in _WATCHED or scale.device.type != "cpu": return None
     if isinstance(key, Tensor) and (key.dim() or key.device.type != "cpu"): return None
     fmt, y, scaling = get_format(p.format), torch.empty_like(x), K.scaling_of(scale.float())[0]
     grid, how, _ = K.plan(fmt, x.dtype, p.rounding, "saturate", 24, True, scaling)

@@ -1,8 +1,10 @@
 """Trains gpt-10m with and without master weights, beside optimizers of others: bytes that stay
 between two steps, the most within one, times; losses are of one seed and a few steps, and say nothing.
-FlashOptim is not among them: it refuses a machine without a CUDA device.
+FlashOptim is not among them: it refuses a machine without a CUDA device. torch-optimi, on which nothing
+else here depends, is, where --peers names a folder of folders with it (or it is installed).
 Writes nbs/results/bench_without_master.json. About 20 minutes on two cores."""
 import argparse
+import importlib.util
 import json
 import statistics
 import tempfile
@@ -21,6 +23,7 @@ from altgrad.geometry.rivals.lion import Lion
 from altgrad.model.gpt import GPT, loss_of, preset
 from altgrad.training.data import get_batch, load_corpus
 from altgrad.training.tracking import code_commit, machine, versions
+from bench_quantize import add_peers_option, find_peers
 
 RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_without_master.json"
 AdamW = torch.optim.AdamW
@@ -31,6 +34,14 @@ def torchao_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     from torchao.optim import AdamW8bit
 
     return AdamW8bit(model.parameters(), lr=lr, weight_decay=0.01)
+
+
+def optimi_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    "That of torch-optimi: weights and moments in bfloat16, and what rounding lost beside each weight."
+    from optimi import AdamW as Kahan
+
+    settings = dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, kahan_sum=True)  # torch's defaults
+    return Kahan(model.bfloat16().parameters(), lr=lr, **settings)
 
 
 def bitsandbytes_adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -57,6 +68,7 @@ CASES: dict[str, Callable] = {
     "without master weights, stochastic rounding": without(AdamW, bits=0),
     "without master weights, 4 bits, Lion": without(Lion, bits=4),
 }
+IF_THERE = {"torch-optimi AdamW, bfloat16 and Kahan": optimi_adamw}
 ON_GPU = {"bitsandbytes AdamW8bit": bitsandbytes_adamw}
 WARMUP = 20  # steps in which rates rise
 SLOWER = {"without master weights, 4 bits, Lion": 0.3}  # rates of rules that take other ones
@@ -84,7 +96,7 @@ class Run:
         self.device, self.batches, self.step = options.device, batches, 0
         self.model = GPT(preset(options.model)).to(self.device)
         layers = [m for m in self.model.blocks.modules() if isinstance(m, nn.Linear)]
-        make = {**CASES, **ON_GPU}[name]
+        make = {**CASES, **IF_THERE, **ON_GPU}[name]
         self.optimizer = make(self.model, options.lr * SLOWER.get(name, 1.0))
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.weights = [m.weight for m in layers]
@@ -157,12 +169,15 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--out", type=Path, default=RESULT)
+    add_peers_option(parser)
     options = parser.parse_args()
+    find_peers(options.peers)
     torch.set_num_threads(options.threads)
     commit = code_commit()
     corpus = load_corpus(options.data)
     batches = lambda step: get_batch(corpus.train, *options.batch, 0, step)
-    names = [*CASES, *(ON_GPU if options.device != "cpu" else ())]
+    there = IF_THERE if importlib.util.find_spec("optimi") else ()
+    names = [*CASES, *there, *(ON_GPU if options.device != "cpu" else ())]
     runs = {name: Run(name, options, batches) for name in names}
     for _ in range(options.steps):
         for run in runs.values(): run()
