@@ -232,6 +232,7 @@ def cases(options: argparse.Namespace):
         ),
     ]
     for model, batches in SIZES[options.device].items():
+        if model not in options.models: continue
         for batch in batches:
             for kind in (k for k in KINDS if k in options.kinds):
                 row = {
@@ -308,6 +309,7 @@ def main() -> None:
         "--kinds", nargs="+", default=(*KINDS, "memory", "profile"),
         choices=(*KINDS, "memory", "profile", "growth"),
     )
+    parser.add_argument("--models", nargs="+", default=list(SIZES["cpu"]), choices=SIZES["cpu"])
     add_peers_option(parser)
     parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULT)
