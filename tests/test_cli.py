@@ -26,9 +26,9 @@ def env(tmp_path_factory):
 
 
 def settings(**changes) -> list[str]:
-    "A small run's; without a mirror, whose library takes a second to load and another to end."
-    words = [arg for key, value in {**SMALL, **changes}.items() for arg in ("--set", f"{key}={value}")]
-    return [*words, "--wandb", "off"]
+    return [
+        arg for key, value in {**SMALL, **changes}.items() for arg in ("--set", f"{key}={value}")
+    ]
 
 
 def run(env, *args, timeout=120):
@@ -52,7 +52,7 @@ def compared(env, tmp_path_factory):
     "A comparison of all eight formats with the baseline, and what the command printed."
     out = tmp_path_factory.mktemp("runs")
     names = ["bf16_baseline"] + [f"e{e}m{7 - e}_fp8" for e in range(8)]
-    return out, names, run(env, "compare", *names, *settings(), "--wandb", "offline", "--out", out, timeout=400)
+    return out, names, run(env, "compare", *names, *settings(), "--out", out, timeout=400)
 
 
 def test_compare_prints_its_table_and_names_what_it_wrote(compared):
@@ -118,7 +118,7 @@ def paired(env, tmp_path_factory):
     "A comparison of two arms with two seeds, made after one with one seed, and what both printed."
     out = tmp_path_factory.mktemp("paired")
     args = [
-        "compare", "e7m0_fp8", "e7m0_fp8:storage=grid_nearest", *settings(),
+        "compare", "e7m0_fp8", "e7m0_fp8:storage=grid_nearest", *settings(), "--wandb", "off",
         "--out", out,
     ]
     single = run(env, *args, "--json")
@@ -370,7 +370,7 @@ def test_a_diverged_run_says_so_and_is_not_a_success(env, tmp_path):
 
 
 def test_a_run_ends_with_its_picture_says_how_long_it_takes_and_stands_on_the_page(env, tmp_path):
-    done = run(env, "train", "e4m3_fp8", *settings(), "--out", tmp_path)
+    done = run(env, "train", "e4m3_fp8", *settings(), "--wandb", "off", "--out", tmp_path)
     assert done.returncode == 0 and f"figure: {tmp_path}/e4m3_fp8/run.png" in done.stdout
     assert (tmp_path / "e4m3_fp8/run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     lines = done.stderr.splitlines()

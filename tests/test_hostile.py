@@ -1,4 +1,4 @@
-"""Every thirtieth hostile case; `make hostile` runs all of them.
+"""A tenth of the hostile cases; `make hostile` runs all of them.
 
 They run in forked processes of their own, a hang is killed, and each case says by itself what must
 come of it.
@@ -19,8 +19,8 @@ def hostile(*args: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_every_thirtieth_hostile_case():
-    done = hostile("--every", "30", "--workers", "1")
+def test_a_tenth_of_the_hostile_cases():
+    done = hostile("--every", "10", "--workers", "1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     counts = {
         line.split()[0]: [int(n) for n in line.split()[1:4]]
@@ -29,8 +29,8 @@ def test_every_thirtieth_hostile_case():
     }
     assert (
         len(counts) == 12
-        and counts["all"][0] >= 80
-        and counts["all"][1] >= 6
+        and counts["all"][0] >= 250
+        and counts["all"][1] >= 20
         and counts["all"][2] == 0
     ), counts
 

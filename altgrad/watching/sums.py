@@ -189,7 +189,9 @@ def _by_native(
     "The sums from the kernels in C++, in units of x; with a plan they round first, into `y`. None: not there."
     library = K.native(x)
     if library is None or not N.holds_numbers(y) or not _ALL_NATIVE: return None
-    if x.dtype != y.dtype or x.dtype not in _WATCHED: x, y = x.float(), y.float()
+    if x.dtype != y.dtype or x.dtype not in _WATCHED:
+        if plan: return None  # rounding would write into a copy
+        x, y = x.float(), y.float()
     if not (x.is_contiguous() and y.is_contiguous()): return None
     flat, s, _ = K.flat_of(x, scale.float(), None)
     scales = K.native_scale(flat, s)
@@ -233,7 +235,7 @@ def _rounded_by_native(
     x: Tensor, p: Precision, scale: Tensor, key: int | Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
     "Rounds and sums in one pass of the kernels in C++; None for what they do not do."
-    if K.native(x) is None or x.dtype not in _WATCHED or scale.device.type != "cpu": return None
+    if K.native(x) is None or scale.device.type != "cpu": return None
     if isinstance(key, Tensor) and (key.dim() or key.device.type != "cpu"): return None
     fmt, y, scaling = get_format(p.format), torch.empty_like(x), K.scaling_of(scale.float())[0]
     grid, how, _ = K.plan(fmt, x.dtype, p.rounding, "saturate", 24, True, scaling)

@@ -309,7 +309,8 @@ def main() -> None:
         "--kinds", nargs="+", default=(*KINDS, "memory", "profile"),
         choices=(*KINDS, "memory", "profile", "growth"),
     )
-    parser.add_argument("--models", nargs="+", default=list(SIZES["cpu"]), choices=SIZES["cpu"])
+    models = sorted({model for sizes in SIZES.values() for model in sizes})
+    parser.add_argument("--models", nargs="+", default=models, choices=models)
     add_peers_option(parser)
     parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULT)
