@@ -59,7 +59,8 @@ def main() -> int:
     facts = {"seed": args.seed, "commit": git_commit(), "machine": machine(), "limits": limits,
              "versions": versions(), "rows": found}
     stored = json.loads(STORED.read_bytes()) if STORED.is_file() else {}
-    stored[f"{facts['machine']['cpu']}, {facts['machine']['capability']}"] = facts
+    name = f"{facts['machine']['cpu']}, {facts['machine']['capability']}"
+    stored[f"{name} by setting" if limits else name] = facts
     write_atomic(STORED, json.dumps(stored, indent=1) + "\n")
     return 0 if all(row["agrees"] for row in found) else 1
 
