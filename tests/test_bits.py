@@ -47,6 +47,8 @@ AS_EXPECTED = dict(stochastic=0.05, ECO=0.03, residual_2=0.02)
     ("Muon's lead", {"Muon,_master": -0.05, "Muon,_residual_4": -0.05}, "holds"),
     ("Muon's lead", {"Muon,_master": -0.02}, "refuted"),
     ("Muon's lead", {"Muon,_master": -0.05, "Muon,_residual_4": -0.02}, "refuted"),
+    ("Lion in 20 bits", {"Lion,_residual_4": 0.02, "Lion,_residual_4,_8-bit_moments": 0.02}, "holds"),
+    ("Lion in 20 bits", {"Lion,_residual_4,_8-bit_moments": 0.02}, "refuted"),
     ("noise alone", {}, "no occasion"),
     ("noise alone", {"residual_4": -0.01}, "refuted"),
     ("noise alone", {"residual_4": -0.01, "master,_noise": -0.01}, "holds"),

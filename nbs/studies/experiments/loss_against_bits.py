@@ -75,6 +75,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "Muon, master": {"rule": "muon", "storage": "master"},
     "Muon, residual 4": {"rule": "muon", "storage": FOUR},
     "Muon, 8-bit moments": {"rule": "muon", "storage": GRID, "moments": "dynamic8"},
+    # added when all panels but MXFP4's were known
+    "Lion, residual 4, 8-bit moments": {"rule": "lion", "storage": FOUR, "moments": "dynamic8"},
 }
 
 
@@ -224,6 +226,11 @@ def muons_lead(losses: Losses, fmt: str) -> str:
     ])
 
 
+def lion_in_eight_bits(losses: Losses, fmt: str) -> str:
+    "Prediction 11."
+    return at_most(above(losses, "Lion, residual 4, 8-bit moments", "Lion, residual 4"))
+
+
 PREDICTIONS: dict[str, Callable[[Losses, str], str]] = {
     "the frontier of weights": frontier_of_weights,
     "twelve bits, two ways": equal_bits,
@@ -234,6 +241,7 @@ PREDICTIONS: dict[str, Callable[[Losses, str], str]] = {
     "noise alone": noise_alone,
     "what four bits cost": four_bits,
     "Muon's lead": muons_lead,
+    "Lion in 20 bits": lion_in_eight_bits,
 }
 
 
