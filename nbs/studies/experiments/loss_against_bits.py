@@ -75,7 +75,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "Muon, master": {"rule": "muon", "storage": "master"},
     "Muon, residual 4": {"rule": "muon", "storage": FOUR},
     "Muon, 8-bit moments": {"rule": "muon", "storage": GRID, "moments": "dynamic8"},
-    # added when all panels but MXFP4's were known
+    # added when all others were known
     "Lion, residual 4, 8-bit moments": {"rule": "lion", "storage": FOUR, "moments": "dynamic8"},
 }
 
