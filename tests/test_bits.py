@@ -89,6 +89,14 @@ def test_in_e7m0_the_power_minus_one_is_expected_to_gain(gain, verdict):
     assert bits.geometry(panel(**{"S^-1": -gain}), "E7M0") == verdict
 
 
+def test_the_cheapest_is_the_best_that_fits_and_no_control():
+    losses = panel(stochastic=0.05, ECO=0.03, residual_4=-0.02, master=0.0, fp32=-0.5)
+    among = ["stochastic", "ECO", "residual 4", "fp32", "bf16"]
+    for limit, best in ((8, "ECO"), (11.9, "ECO"), (12, "residual 4"), (32, "residual 4")):
+        assert bits.cheapest(losses, "E4M3", limit, among) == best
+    assert all(bits.weight_bits("stochastic", name) <= bits.limits(name)[0] for name in bits.PANELS)
+
+
 def test_the_frontier_is_what_no_other_dominates():
     draw = random.Random(0)
     for _ in range(200):

@@ -254,6 +254,22 @@ def frontier(points: Mapping[str, tuple[float, float]]) -> list[str]:
     return found
 
 
+LIMITS = {8: (8, 10, 12, 16), 4: (4.5, 6.5, 8.5, 16)}  # bits that a weight may take, by those of its codes
+CONTROLS = ("fp32", "fp32, noise", "master, noise")  # weights in float32, or with added noise
+BY_ADAMW = [name for name, how in METHODS.items() if how.get("rule", "eco") == "eco"]
+
+
+def limits(panel: str) -> tuple[float, ...]:
+    "The numbers of bits that a weight of a panel may take, in a table of advice."
+    return LIMITS[get_format(PANELS[panel]["format"]).bits]
+
+
+def cheapest(losses: Losses, panel: str, limit: float, among: Iterable[str]) -> str:
+    "The method with the lowest mean loss of those whose weight takes so many bits; no control."
+    allowed = [m for m in among if m not in CONTROLS and weight_bits(m, panel) <= limit]
+    return min(allowed, key=lambda m: above(losses, m, "master").mean)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)

@@ -1,4 +1,5 @@
-"""What else could be the reason: formulas, resets, averages, floors, scales, inputs, all tensors.
+"""What else could be the reason: formulas, resets, averages, floors, scales, inputs, all tensors; and
+the README's sentences on twelve checkpoints.
 
 python nbs/studies/experiments/other_reasons.py --out FOLDER [--part NAME,...] [--workers N]
 
@@ -48,10 +49,11 @@ class Part:
     arms: Mapping[str, dict[str, Any]]
     claims: Sequence[Claim]
     task: Task = LAW.task
+    confirm: tuple[str, ...] = LAW.confirm
 
     def protocol(self) -> Protocol:
-        "The law of all parts, with this part's task."
-        return replace(LAW, task=self.task)
+        "The law of all parts, with this part's task and checkpoints."
+        return replace(LAW, task=self.task, confirm=self.confirm)
 
     def made(self) -> dict[str, Arm]:
         "The arms by name."
@@ -194,6 +196,75 @@ def in_order(how: dict[str, Any], task: Task = LAW.task) -> Part:
     return Part(arms, claims, task)
 
 
+TENSOR = ("E4M3", "E5M2", "E3M4", "E7M0")  # formats with one scale a tensor
+BLOCKS = {"MXFP4": "32", "NVFP4": "nvfp4"}  # E2M1, by what shares a scale
+HERE = os.path.relpath(Path(__file__).parent)
+NOISY = {"MXFP4": f"{HERE}/noisy_in_blocks.py:MXFP4", "NVFP4": f"{HERE}/noisy_in_blocks.py:NVFP4"}
+BENT = {"E2M5": 1.5, "E3M4": 0.5, "E4M3": 0.5, "E5M2": 0.5, "E6M1": 0.5, "E7M0": -0.5}  # p, best with master weights
+BELOW = {  # what the README advises because it ends below master weights
+    "E4M3": "residual 2", "E3M4": "residual 2, 8-bit moments",
+    **dict.fromkeys(("E5M2", "E7M0", *BLOCKS), "ECO, residual 4"),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "master": {"storage": "master"},
+    "stochastic": {},
+    "ECO stochastic": {"rule": "eco"},
+    "residual 2": {"storage": "grid_residual2"},
+    "residual 2, 8-bit moments": {"storage": "grid_residual2", "moments": "dynamic8"},
+    "residual 4": {"storage": "grid_residual4"},
+    "residual 8": {"storage": "grid_residual8"},
+    "ECO, residual 4": {"rule": "eco", "storage": "grid_residual4"},
+}
+
+
+def bent(p: float) -> dict[str, Any]:
+    "A rule in the geometry of the format."
+    return {"rule": "stiffness_adamw", "power": p}
+
+
+def twelve() -> Part:
+    "Sentences of the README on twelve checkpoints: those that confirm, and two that do not tune here."
+    formats = {fmt: {"format": fmt} for fmt in (*TENSOR, "E2M5", "E6M1")}
+    formats |= {fmt: {"format": "float4_e2m1fn", "granularity": shared} for fmt, shared in BLOCKS.items()}
+    arms: dict[str, dict[str, Any]] = {}
+    claims = []
+
+    def arm(fmt: str, way: str, **how: Any) -> str:
+        name = f"{fmt} {way}"
+        arms[name] = formats[fmt] | WAYS.get(way, {}) | how
+        return name
+
+    def below(one: str, other: str, least: float = 0.0) -> None:
+        words = f"at least {least:g} nats below" if least else "below"
+        claims.append(Claim(f"{one} ends {words} {other.split(' ', 1)[1]}", differs(other, one),
+                            lambda d: d.within(least)))
+
+    below(arm("E7M0", "S^-1", **bent(-1.0)), arm("E7M0", "stochastic"), MARGIN)
+    below(arm("E6M1", "S^-0.5", **bent(-0.5)), arm("E6M1", "stochastic"))
+    nearest = {"storage": "grid_nearest"}
+    below(arm("E6M1", "nearest S^0.5", **bent(0.5), **nearest), arm("E6M1", "nearest", **nearest))
+    for fmt, p in BENT.items():
+        one, other = arm(fmt, f"master S^{p:g}", storage="master", **bent(p)), arm(fmt, "master")
+        claims.append(Claim(f"{one} ends at most 0.01 nats below master", differs(other, one),
+                            lambda d: d.within(most=MARGIN)))
+    for fmt in ("E4M3", "E5M2", "E7M0"):
+        whole = arm(fmt, "stochastic"), f"{fmt} master"
+        for bits in (4, 8):
+            kept = arm(fmt, f"residual {bits}"), f"{fmt} master"
+            claims.append(Claim(f"{fmt}: {bits} bits win back more than half of what the grid costs",
+                                share_of(kept, whole, 0.5), lambda d: d.within(most=0.0)))
+    for fmt in BLOCKS: arm(fmt, "master")
+    for fmt in ("E4M3", "E5M2", "E3M4", *BLOCKS):
+        below(arm(fmt, "ECO stochastic"), arm(fmt, "stochastic"))
+    below(arm("E7M0", "nearest", **nearest), "E7M0 stochastic")
+    for fmt, way in BELOW.items(): below(arm(fmt, way), f"{fmt} master")
+    for fmt in (*TENSOR, *BLOCKS):
+        noisy = arm(fmt, "noise", storage="master", rule=NOISY.get(fmt, f"{HERE}/noisy_adamw.py:NoisyAdamW"))
+        claims.append(Claim(f"{fmt}: stochastic rounding ends at most 0.01 nats above the noise alone",
+                            differs(f"{fmt} stochastic", noisy), lambda d: d.within(most=MARGIN)))
+    return Part(arms, claims, confirm=BENCH.tune[2:] + BENCH.confirm)
+
+
 PARTS: dict[str, Callable[[], Part]] = {  # in the order of the runs
     "average": average,
     "formulas": formulas,
@@ -205,6 +276,7 @@ PARTS: dict[str, Callable[[], Part]] = {  # in the order of the runs
     "decay": lambda: in_order({"weight_decay": 0.1}),
     "betas": lambda: in_order({}, replace(LAW.task, beta2=0.999)),
     "batches": lambda: in_order({}, replace(LAW.task, batch_size=4 * LAW.task.batch_size)),
+    "twelve": twelve,
 }
 
 
@@ -219,8 +291,8 @@ def losses_of(rows: Iterable[Mapping[str, Any]], part: Part) -> dict[str, list[f
         if row["stage"] != "confirm": continue
         for name in names.get(cell_of(row, like), ()):
             ends.setdefault(name, {})[row["checkpoint"]] = row["val_loss"]
-    return {name: [found[c] for c in LAW.confirm] for name, found in ends.items()
-            if set(found) >= set(LAW.confirm)}
+    return {name: [found[c] for c in part.confirm] for name, found in ends.items()
+            if set(found) >= set(part.confirm)}
 
 
 def main() -> int:
