@@ -32,7 +32,7 @@ test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks' 
 	@echo "== nbdev_test: every notebook runs"
 	@$(ISOLATED) $(BIN)/nbdev_test --n_workers 2 --timing
 	@echo "== pytest: tests/"
-	@$(ISOLATED) $(BIN)/python -m pytest -q -n 2 --dist loadfile tests
+	@$(ISOLATED) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 portable: $(INSTALLED) ## the notebooks and tests whose numbers pass through sums, computed as other machines would (an hour)
 	@mkdir -p .venv/home

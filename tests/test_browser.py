@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ sync_api = pytest.importorskip(
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT / "nbs"
 TUTORIAL = "tutorials/first_run.ipynb"
-RUN_IN_LAB = ["views/04_explorer.ipynb"] + [TUTORIAL] * (NBS / TUTORIAL).is_file()
+RUN_IN_LAB = ["views/04_explorer.ipynb", TUTORIAL]
 PAGES = [
     "index.ipynb", "numbers/00_formats.ipynb", "geometry/00_spacing.ipynb",
     "studies/the_answer.ipynb", "studies/speed.ipynb", "tutorials/lab.ipynb",
@@ -214,19 +215,30 @@ def drag(page, tmp_path: Path):
 # the rendered pages
 
 
-def by_nbconvert(folder: Path, dark: bool) -> dict[str, Path]:
-    "Pages without Quarto."
+def by_nbconvert(folders: list[Path]) -> dict[bool, dict[str, Path]]:
+    """Pages without Quarto, light and dark. They differ before their first cell only, so that each is
+    converted once, and what cleans a cell is kept for cells that say the same."""
     from nbconvert import HTMLExporter
+    from nbconvert.filters import clean_html
+    from nbformat.v4 import new_notebook
 
-    exporter = HTMLExporter(theme="dark" if dark else "light")
+    exporters = [HTMLExporter(theme=theme) for theme in ("light", "dark")]
+    exporters[0].register_filter("clean_html", cache(clean_html))
     if MATHJAX.is_dir():
-        exporter.mathjax_url = "https://mathjax/MathJax.js?config=TeX-AMS_CHTML-full,Safe"
+        for e in exporters: e.mathjax_url = "https://mathjax/MathJax.js?config=TeX-AMS_CHTML-full,Safe"
+    heads = [e.from_notebook_node(new_notebook())[0].partition("<main>")[0] for e in exporters]
+    found: dict[bool, dict[str, Path]] = {False: {}, True: {}}
     for name in EVERY:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).with_suffix(".html").write_text(
-            exporter.from_filename(str(NBS / name))[0], encoding="utf-8"
-        )
-    return {name: (folder / name).with_suffix(".html") for name in EVERY}
+        light = exporters[0].from_filename(str(NBS / name))[0]
+        mine, other = (head.replace("<title>Notebook<", f"<title>{Path(name).stem}<") for head in heads)
+        assert light.startswith(mine), name
+        for dark, page in enumerate((light, other + light.removeprefix(mine))):
+            found[dark][name] = (folders[dark] / name).with_suffix(".html")
+            found[dark][name].parent.mkdir(parents=True, exist_ok=True)
+            found[dark][name].write_text(page, encoding="utf-8")
+    whole = exporters[1].from_filename(str(NBS / TUTORIAL))[0]
+    assert found[True][TUTORIAL].read_text(encoding="utf-8") == whole
+    return found
 
 
 def by_quarto(folder: Path) -> dict[str, Path]:
@@ -260,7 +272,7 @@ def rendered(browser, tmp_path_factory) -> dict[bool, dict[str, Path]]:
     folders = [tmp_path_factory.mktemp(name) for name in ("light", "dark")]
     if shutil.which("quarto"): return dict.fromkeys((False, True), by_quarto(folders[0]))
     for folder in folders: shutil.copytree(NBS / "images", folder / "images")
-    return {dark: by_nbconvert(folder, dark) for dark, folder in enumerate(folders)}
+    return by_nbconvert(folders)
 
 
 def serve_mathjax(route):
@@ -271,18 +283,28 @@ def serve_mathjax(route):
     ) and path.is_file() else route.abort()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def visit(browser, rendered):
-    "Opens a rendered page at a width; with maths where that matters, as it takes seconds."
-    pages = []
-    def open_at(name: str, width: int, dark: bool = False, maths: bool = False):
+    """Opens a rendered page at a width; with maths where that matters, as it takes seconds. A page of
+    nbconvert's takes the place of the one before it, since a tab costs more than what it shows; one of
+    Quarto's remembers whether it is dark, and has a tab of its own."""
+    tabs, quarto = {}, shutil.which("quarto")
+
+    def tab(width: int, dark: bool, maths: bool):
         page = open_page(browser, width)
-        pages.append(page)
-        if not shutil.which("quarto") and (MATHJAX.is_dir() or not maths):
+        if not quarto and (MATHJAX.is_dir() or not maths):
             page.route(
                 re.compile("^https?:"), serve_mathjax if maths else lambda route: route.abort()
             )
         page.emulate_media(color_scheme="dark" if dark else "light")
+        return page
+
+    def open_at(name: str, width: int, dark: bool = False, maths: bool = False):
+        how = width, dark, maths
+        if quarto and how in tabs: tabs.pop(how).close()
+        page = tabs[how] = tabs.get(how) or tab(*how)
+        page.failed.clear()
+        page.console.clear()
         page.goto(rendered[dark][name].as_uri())
         if dark:
             page.evaluate(
@@ -291,7 +313,7 @@ def visit(browser, rendered):
             )
         return page
     yield open_at
-    for page in pages: page.close()
+    for page in tabs.values(): page.close()
 
 
 every_page = pytest.mark.parametrize("name", PAGES)

@@ -13,6 +13,8 @@ import yaml
 
 from altgrad import cli
 
+from preloaded import preloaded
+
 ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
 SMALL = {
     "max_steps": 12, "batch_size": 4, "block_size": 32, "warmup_steps": 2, "eval_every": 4,
@@ -32,9 +34,7 @@ def settings(**changes) -> list[str]:
 
 
 def run(env, *args, timeout=120):
-    return subprocess.run(
-        [*ALTGRAD, *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout
-    )
+    return preloaded().run(*args, env=env, timeout=timeout)
 
 
 def timeless(rows: list[dict]) -> list[dict]:
@@ -197,10 +197,7 @@ def test_an_interrupted_run_says_so_and_goes_on_bit_for_bit(
 ):
     cut, reached = tmp_path / "cut", 0
     for _ in range(times):
-        command = [
-            *ALTGRAD, "train", "e4m3_fp8", *LONGER, "--set", "name=cut", "--out", str(tmp_path)
-        ]
-        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        process = preloaded().start("train", "e4m3_fp8", *LONGER, "--set", "name=cut", "--out", tmp_path, env=env)
         deadline = time.monotonic() + 60
         while (
             not (cut / "metrics.jsonl").is_file()

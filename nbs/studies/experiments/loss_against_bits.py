@@ -77,6 +77,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "Muon, 8-bit moments": {"rule": "muon", "storage": GRID, "moments": "dynamic8"},
     # added when all others were known
     "Lion, residual 4, 8-bit moments": {"rule": "lion", "storage": FOUR, "moments": "dynamic8"},
+    # added when that was known, too
+    "Muon, residual 4, 8-bit moments": {"rule": "muon", "storage": FOUR, "moments": "dynamic8"},
 }
 
 
@@ -231,6 +233,12 @@ def lion_in_eight_bits(losses: Losses, fmt: str) -> str:
     return at_most(above(losses, "Lion, residual 4, 8-bit moments", "Lion, residual 4"))
 
 
+def muon_in_eight_bits(losses: Losses, fmt: str) -> str:
+    "Prediction 12."
+    small = "Muon, residual 4, 8-bit moments"
+    return together([at_most(above(losses, small, other)) for other in ("master", "Muon, residual 4")])
+
+
 PREDICTIONS: dict[str, Callable[[Losses, str], str]] = {
     "the frontier of weights": frontier_of_weights,
     "twelve bits, two ways": equal_bits,
@@ -242,6 +250,7 @@ PREDICTIONS: dict[str, Callable[[Losses, str], str]] = {
     "what four bits cost": four_bits,
     "Muon's lead": muons_lead,
     "Lion in 20 bits": lion_in_eight_bits,
+    "Muon in 20 bits": muon_in_eight_bits,
 }
 
 
