@@ -1,7 +1,8 @@
 """Trains gpt-10m with and without master weights, beside optimizers of others: bytes that stay
 between two steps, the most within one, times; losses are of one seed and a few steps, and say nothing.
-FlashOptim is not among them: it refuses a machine without a CUDA device. torch-optimi, on which nothing
-else here depends, is, where --peers names a folder of folders with it (or it is installed).
+FlashOptim is not among them: it refuses a machine without a CUDA device. What computes in bfloat16 is timed
+where that is fast: Muon, and torch-optimi, on which nothing else here depends, where --peers names a folder
+of folders with it (or it is installed).
 Writes nbs/results/bench_without_master.json. About 20 minutes on two cores."""
 import argparse
 import importlib.util
@@ -21,6 +22,7 @@ import altgrad
 from altgrad.basics import write_atomic
 from altgrad.geometry.rivals.lion import Lion
 from altgrad.model.gpt import GPT, loss_of, preset
+from altgrad.model.products import fast_bfloat16
 from altgrad.training.data import get_batch, load_corpus
 from altgrad.training.tracking import code_commit, machine, versions
 from bench_quantize import add_peers_option, find_peers
@@ -68,7 +70,10 @@ CASES: dict[str, Callable] = {
     "without master weights, stochastic rounding": without(AdamW, bits=0),
     "without master weights, 4 bits, Lion": without(Lion, bits=4),
 }
-IF_THERE = {"torch-optimi AdamW, bfloat16 and Kahan": optimi_adamw}
+IN_BFLOAT16 = {
+    "without master weights, 4 bits, Muon": without(torch.optim.Muon, bits=4),
+    "torch-optimi AdamW, bfloat16 and Kahan": optimi_adamw,
+}
 ON_GPU = {"bitsandbytes AdamW8bit": bitsandbytes_adamw}
 WARMUP = 20  # steps in which rates rise
 SLOWER = {"without master weights, 4 bits, Lion": 0.3}  # rates of rules that take other ones
@@ -96,7 +101,7 @@ class Run:
         self.device, self.batches, self.step = options.device, batches, 0
         self.model = GPT(preset(options.model)).to(self.device)
         layers = [m for m in self.model.blocks.modules() if isinstance(m, nn.Linear)]
-        make = {**CASES, **IF_THERE, **ON_GPU}[name]
+        make = {**CASES, **IN_BFLOAT16, **ON_GPU}[name]
         self.optimizer = make(self.model, options.lr * SLOWER.get(name, 1.0))
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.weights = [m.weight for m in layers]
@@ -176,8 +181,9 @@ def main() -> None:
     commit = code_commit()
     corpus = load_corpus(options.data)
     batches = lambda step: get_batch(corpus.train, *options.batch, 0, step)
-    there = IF_THERE if importlib.util.find_spec("optimi") else ()
-    names = [*CASES, *there, *(ON_GPU if options.device != "cpu" else ())]
+    names = [*CASES, *(ON_GPU if options.device != "cpu" else ())]
+    if fast_bfloat16(torch.device(options.device)): names += IN_BFLOAT16
+    if not importlib.util.find_spec("optimi"): names = [name for name in names if "optimi" not in name]
     runs = {name: Run(name, options, batches) for name in names}
     for _ in range(options.steps):
         for run in runs.values(): run()
