@@ -753,7 +753,7 @@ def test_weights_that_would_leave_the_grid_are_refused():
 
 def in_pieces(monkeypatch, size):
     "Pieces of so many elements; 0: none."
-    if size: monkeypatch.setitem(without_master.PIECE, "cpu", size)
+    if size: monkeypatch.setitem(without_master.PIECE, "cpu", (size, size))
     else: monkeypatch.setattr(without_master, "_in_pieces", lambda *_: False)
 
 
@@ -818,6 +818,13 @@ def most_of_a_step(release: bool) -> float:
     moved = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     moved.sort(key=lambda e: e.start_ns())
     return max(accumulate((e.nbytes() for e in moved), initial=0)) / w.numel() / 4
+
+
+def test_a_piece_is_a_share_of_all_parameters():
+    million = torch.optim.AdamW([nn.Parameter(torch.empty(1 << 19)) for _ in range(2)])
+    ten, more = (torch.optim.AdamW([nn.Parameter(torch.empty(n, device="meta"))]) for n in (8 << 20, 1 << 30))
+    found = [without_master._elements(o, torch.device("cpu")) for o in (million, ten, more)]
+    assert found == [1 << 16, (8 << 20) // 40, 1 << 18]
 
 
 def test_a_step_holds_less_than_a_copy_of_its_tensor(monkeypatch):
