@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import altgrad
 from altgrad.basics import InputError
 from altgrad.evidence.instrument import Arm, Recipe, Task, Weights, blank_model, make_rule
+from altgrad.geometry.keeping import Storage, pack_bits, unpack
 from altgrad.geometry.optim import StiffnessAdamW, on_grids
 from altgrad.geometry.rivals.lion import Lion
 from altgrad.geometry.rivals.moments import is_packed, with_moments
@@ -24,6 +25,7 @@ from altgrad.geometry.storage import GridTensor, grid_weights
 from altgrad.model import without_master
 from altgrad.model.gpt import loss_of
 from altgrad.model.without_master import BITS, GridLinear
+from altgrad.numbers.formats import get_format
 from old import NO_COMPILER
 
 SETTINGS = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -818,6 +820,17 @@ def most_of_a_step(release: bool) -> float:
     moved = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     moved.sort(key=lambda e: e.start_ns())
     return max(accumulate((e.nbytes() for e in moved), initial=0)) / w.numel() / 4
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E7M0", "E0M7", "E2M5", "float8_e4m3fnuz", "float4_e2m1fn"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_latent_weight_is_the_same_looked_up(name, bits):
+    fmt, kind = get_format(name), Storage("nearest", bits)
+    codes = torch.arange(len(fmt.values)).to(torch.uint8)[:, None].expand(-1, 2**bits).contiguous()
+    left = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).to(torch.int8).expand(codes.shape).contiguous()
+    kept = pack_bits(left, bits)
+    formula, found = kind.latent(unpack(codes, fmt), kept, fmt), kind.latent_of(codes, kept, fmt)
+    assert torch.equal(found.view(torch.int32), formula.view(torch.int32))
 
 
 def test_a_piece_is_a_share_of_all_parameters():

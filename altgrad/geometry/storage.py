@@ -106,8 +106,10 @@ class GridTensor(torch.Tensor):
 
     def latent(self) -> Tensor:
         "Return the weight that an update starts from, with what is stored beside its code."
-        q = unpack(self.codes, self.fmt).to(self.dtype)
-        return self.kind.latent(q, self.residual, self.fmt) * self.scale
+        codes, residual = self.codes, self.residual
+        if residual is not None and self.dtype == torch.float32 and type(codes) is Tensor:
+            return self.kind.latent_of(codes, residual, self.fmt) * self.scale
+        return self.kind.latent(unpack(codes, self.fmt).to(self.dtype), residual, self.fmt) * self.scale
 
     def parts(self) -> dict[str, Tensor]:
         "The plain tensors that it consists of, by name."
@@ -189,7 +191,7 @@ def _write_counts(
         w.abs() > to.fmt.max * to.scale, (w != 0) & (rounded == 0), moved,
         moved & (codes != to.codes),
     )
-    counts = [mask.sum() for mask in masks]
+    counts = [torch.count_nonzero(mask) for mask in masks]
     return torch.stack([torch.full_like(counts[0], w.numel()), *counts])
 
 # %% ../../nbs/geometry/03_storage.ipynb #bbe05e17
@@ -219,7 +221,7 @@ def encode(
     codes = pack(rounded, fmt)
     if "counts" in to.how: to.how["counts"] += _write_counts(to, before, w, rounded, codes)
     if to.residual is not None:
-        to.residual.copy_(cast(Tensor, kind.remember(inner, unpack(codes, fmt), fmt, key)))
+        to.residual.copy_(cast(Tensor, kind.remember(inner, rounded, fmt, key)))
     return codes
 
 # %% ../../nbs/geometry/03_storage.ipynb #bbe05e19

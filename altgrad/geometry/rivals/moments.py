@@ -29,8 +29,8 @@ def in_blocks(
     size: int,  # elements of a block
 ) -> Tensor:  # [blocks, size]
     "The elements of a tensor, block under block; zeros fill the last."
-    flat = x.flatten()
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
+    flat, lacks = x.flatten(), -x.numel() % size
+    return (torch.nn.functional.pad(flat, (0, lacks)) if lacks else flat).view(-1, size)
 
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #d1312c63
 def _or_one(scale: Tensor) -> Tensor:
@@ -161,9 +161,10 @@ def pack_moment(
     "Return the plain tensors that are kept of a moment; the codes' name says how to read them."
     kind = _packing(moments)
     parts = kind.pack(in_blocks(x, kind.block), signed)
+    found = parts.pop("codes")
+    if x.is_contiguous() and found.numel() == x.numel(): return {moments: found.view(x.shape), **parts}
     codes = torch.empty_like(x, dtype=torch.uint8)  # in memory as x is
-    codes.copy_(parts.pop("codes").flatten()[: x.numel()].view(x.shape))
-    return {moments: codes, **parts}
+    return {moments: codes.copy_(found.flatten()[: x.numel()].view(x.shape)), **parts}
 
 def unpack_moment(
     parts: Mapping[str, Tensor],  # from `pack_moment`: codes of any shape, the rest [blocks, 1]
@@ -173,6 +174,7 @@ def unpack_moment(
     "Return the moment that the parts stand for."
     kind, codes = _packing(moments), parts[moments]
     blocks = kind.unpack({**parts, "codes": in_blocks(codes, kind.block)}, signed)
+    if codes.is_contiguous() and blocks.numel() == codes.numel(): return blocks.view(codes.shape)
     x = torch.empty_like(codes, dtype=torch.float32)
     return x.copy_(blocks.flatten()[: codes.numel()].view(codes.shape))
 
