@@ -75,7 +75,7 @@ def content() -> list[tuple[str, Any]]:
     "What the page says, piece by piece: head, text, table or picture."
     law = found("the_answer", r"\$R\^2\$ = \*\*([\d.]+)\*\* in the logarithm")[1]
     blocks = found("narrow_formats", r"(Under the scales of blocks.*?\(R² [\d.]+\))")[1]
-    averaged = found("the_answer", r"wins ([-+][\d.]+) \[[^]]*\] nats, and S\^-1 ends ([-+][\d.]+)")
+    averaged = found("the_answer", r"wins ([-+][\d.]+) \[[^]]*\] nats, and S\^-1 ends\s+([-+][\d.]+)")
     missed = found("narrow_formats", r"(What missed is .*?\(a factor of [\d.]+\))")[1]
     return [
         ("head", "Which format gains most"),

@@ -107,7 +107,8 @@ class GridTensor(torch.Tensor):
     def latent(self) -> Tensor:
         "Return the weight that an update starts from, with what is stored beside its code."
         codes, residual = self.codes, self.residual
-        if residual is not None and self.dtype == torch.float32 and type(codes) is Tensor:
+        plain = type(codes) is Tensor and codes.dtype == torch.uint8 and self.dtype == torch.float32
+        if residual is not None and plain and self.kind.looked_up:
             return self.kind.latent_of(codes, residual, self.fmt) * self.scale
         return self.kind.latent(unpack(codes, self.fmt).to(self.dtype), residual, self.fmt) * self.scale
 
