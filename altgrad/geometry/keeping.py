@@ -163,11 +163,6 @@ class Storage:
         )
         return q + r * (gap_beside(q, r, fmt) / (2 * levels))
 
-    @property
-    def looked_up(self) -> bool:
-        "Return whether `latent_of` knows what weights start from: kinds with a `latent` of their own have no table."
-        return 0 < self.residual_bits <= 8 and type(self).latent is Storage.latent
-
     def latents(self, fmt: FP8Format, device: torch.device) -> Tensor:
         "What `latent` says of each code and, inside it, of each residual: float32 [codes * residuals]."
         return _all_latents(fmt, self.residual_bits, device)
