@@ -13,7 +13,7 @@ import yaml
 
 from altgrad import cli
 
-from preloaded import preloaded
+import preloaded
 
 ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
 SMALL = {
@@ -34,7 +34,7 @@ def settings(**changes) -> list[str]:
 
 
 def run(env, *args, timeout=120):
-    return preloaded().run(*args, env=env, timeout=timeout)
+    return preloaded.run(*args, env=env, timeout=timeout)
 
 
 def timeless(rows: list[dict]) -> list[dict]:
@@ -197,7 +197,7 @@ def test_an_interrupted_run_says_so_and_goes_on_bit_for_bit(
 ):
     cut, reached = tmp_path / "cut", 0
     for _ in range(times):
-        process = preloaded().start("train", "e4m3_fp8", *LONGER, "--set", "name=cut", "--out", tmp_path, env=env)
+        process = preloaded.start("train", "e4m3_fp8", *LONGER, "--set", "name=cut", "--out", tmp_path, env=env)
         deadline = time.monotonic() + 60
         while (
             not (cut / "metrics.jsonl").is_file()

@@ -73,7 +73,7 @@ def test_sentences_on_twelve_checkpoints():
     part = reasons.PARTS["twelve"]()
     assert len(set(part.confirm)) == 12 and not set(part.confirm) & set(part.protocol().tune)
     ends = {"master": 0.0, "stochastic": 0.1, "S^-1": 0.05, "S^-0.5": 0.05, "nearest": 0.08, "nearest S^0.5": 0.04,
-            "ECO stochastic": 0.05, "noise": 0.1}
+            "ECO stochastic": 0.05, "master, noise": 0.1}
     def as_said(arm):
         way = arm.split(" ", 1)[1]
         return ends.get(way, 0.0 if way.startswith("master") else -0.05)

@@ -18,7 +18,6 @@ import sys
 import time
 from contextlib import redirect_stderr
 from hashlib import sha256
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -29,17 +28,15 @@ from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT
 from altgrad.training.tracking import RunFolder, read_wandb
 from altgrad.watching.series import read_histograms, read_series
+from preloaded import ALTGRAD, FORKS
 from wait import has_content, until
 
-ALTGRAD = str(Path(sys.executable).parent / "altgrad")
 SMALL = dict(
     format="E4M3", max_steps=9, batch_size=2, block_size=16, warmup_steps=2, eval_every=4,
     eval_windows=4, checkpoint_every=3, dropout=0.1, device="cpu",
 )
 # the last is of a log that holds the others
 TIMES = ("tokens_per_s", "wall_clock_s", "metrics_sha256")
-FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(["altgrad.training.trainer", "torch._dynamo"])
 
 
 # what happens in a process

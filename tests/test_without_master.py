@@ -829,15 +829,16 @@ def test_a_latent_weight_is_the_same_looked_up(name, bits):
     codes = torch.arange(len(fmt.values)).to(torch.uint8)[:, None].expand(-1, 2**bits).contiguous()
     left = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).to(torch.int8).expand(codes.shape).contiguous()
     kept = pack_bits(left, bits)
-    formula, found = kind.latent(unpack(codes, fmt), kept, fmt), kind.latent_of(codes, kept, fmt)
+    formula, found = kind.latent(unpack(codes, fmt), kept, fmt), kind.latent_of(codes, kept, fmt, torch.float32)
     assert torch.equal(found.view(torch.int32), formula.view(torch.int32))
 
 
 def test_a_piece_is_a_share_of_all_parameters():
-    million = torch.optim.AdamW([nn.Parameter(torch.empty(1 << 19)) for _ in range(2)])
-    ten, more = (torch.optim.AdamW([nn.Parameter(torch.empty(n, device="meta"))]) for n in (8 << 20, 1 << 30))
-    found = [without_master._elements(o, torch.device("cpu")) for o in (million, ten, more)]
+    found = [without_master._elements(whole, torch.device("cpu")) for whole in (1 << 20, 8 << 20, 1 << 30)]
     assert found == [1 << 16, (8 << 20) // 40, 1 << 18]
+    model = network()
+    optimizer = altgrad.without_master(model, ADAMW, lr=1e-3)
+    assert optimizer.whole == sum(p.numel() for p in model.parameters())
 
 
 def test_a_step_holds_less_than_a_copy_of_its_tensor(monkeypatch):

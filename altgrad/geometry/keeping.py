@@ -163,25 +163,24 @@ class Storage:
         )
         return q + r * (gap_beside(q, r, fmt) / (2 * levels))
 
-    def latents(self, fmt: FP8Format, device: torch.device) -> Tensor:
-        "What `latent` says of each code and, inside it, of each residual: float32 [codes * residuals]."
-        return _all_latents(fmt, self.residual_bits, device)
-
-    def latent_of(self, codes: Tensor, residual: Tensor, fmt: FP8Format) -> Tensor:
-        "`latent` of uint8 codes of any shape, in float32: looked up, in half the time."
+    def latent_of(self, codes: Tensor, residual: Tensor | None, fmt: FP8Format, dtype: torch.dtype) -> Tensor:
+        "`latent`, given the codes: looked up where all there are lie in a table."
+        known = type(codes) is Tensor and codes.dtype == torch.uint8 and dtype == torch.float32
+        if residual is None or type(self) is not Storage or not known:
+            return self.latent(unpack(codes, fmt).to(dtype), residual, fmt)
         bits = self.residual_bits
         r = unpack_bits(residual, bits, codes.shape).view(torch.uint8) & 2**bits - 1
-        at = codes.int().mul_(2**bits).add_(r)
-        return self.latents(fmt, codes.device).index_select(0, at.view(-1)).view(codes.shape)
+        at = codes.int().mul_(2**bits).add_(r).view(-1)
+        return _all_latents(fmt, bits, codes.device).index_select(0, at).view(codes.shape)
 
 
 # %% ../../nbs/geometry/02_keeping.ipynb #bea221d2
 @cache
 def _all_latents(fmt: FP8Format, bits: int, device: torch.device) -> Tensor:
-    "The table of `Storage.latents`."
-    codes, r = torch.arange(len(fmt.values), device=device), torch.arange(2**bits, device=device)
-    q = unpack(codes.to(torch.uint8), fmt)[:, None].expand(-1, 2**bits).contiguous()
-    r = r.to(torch.uint8) << 8 - bits
-    signed = (r.view(torch.int8) >> 8 - bits).expand(q.shape)  # as `unpack_bits` gives it
-    return Storage("nearest", bits).latent(q, pack_bits(signed.contiguous(), bits), fmt).flatten()
+    "What `latent` says of each code and, inside it, of each residual: float32 [codes * residuals]."
+    codes = torch.arange(len(fmt.values), dtype=torch.uint8, device=device)
+    low = torch.arange(2**bits, dtype=torch.uint8, device=device) << 8 - bits
+    left = low.view(torch.int8) >> 8 - bits  # with its sign, as `unpack_bits` gives it
+    q, left = unpack(codes, fmt)[:, None].expand(-1, 2**bits), left.expand(len(codes), -1)
+    return Storage("nearest", bits).latent(q, pack_bits(left, bits), fmt).flatten()
 

@@ -106,12 +106,7 @@ class GridTensor(torch.Tensor):
 
     def latent(self) -> Tensor:
         "Return the weight that an update starts from, with what is stored beside its code."
-        codes, residual = self.codes, self.residual
-        plain = type(codes) is Tensor and codes.dtype == torch.uint8 and self.dtype == torch.float32
-        # a kind of another class has a `latent` of its own
-        if residual is not None and plain and type(self.kind) is Storage:
-            return self.kind.latent_of(codes, residual, self.fmt) * self.scale
-        return self.kind.latent(unpack(codes, self.fmt).to(self.dtype), residual, self.fmt) * self.scale
+        return self.kind.latent_of(self.codes, self.residual, self.fmt, self.dtype) * self.scale
 
     def parts(self) -> dict[str, Tensor]:
         "The plain tensors that it consists of, by name."

@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -227,10 +227,12 @@ ELEMENTWISE = (  # optimizers that do with an element what they would do if ther
 PIECE = {"cpu": (1 << 16, 1 << 18), "cuda": (1 << 22, 1 << 22)}  # elements of a piece, about: at least, and at most
 SHARE = 40  # of all parameters a piece has at most one part in so many, where that is between the two
 
-def _elements(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+def _elements(
+    whole: int,  # elements of all parameters
+    device: torch.device,
+) -> int:
     "The elements of a piece: as many as may lie in memory some 14 times, as float32."
     least, most = PIECE.get(device.type, PIECE["cuda"])
-    whole = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     return min(max(whole // SHARE, least), most)
 
 def _rows(p: Tensor, block: int, elements: int) -> list[tuple[int, int]]:
@@ -315,7 +317,7 @@ def _move_in_pieces(
 ) -> None:
     "One step of an elementwise optimizer."
     grid, held = isinstance(p, GridTensor), _Moments(state.get(p, {}), p, moments)
-    rows: list[tuple[int, int]] = _rows(p, held.block, _elements(optimizer, p.device))
+    rows: list[tuple[int, int]] = _rows(p, held.block, _elements(optimizer.whole, p.device))
     kept: dict[str, Any] = {}
     new = p.grad if optimizer.releases_gradients or not grid else torch.empty_like(p.grad)
     for a, b in rows:
@@ -385,6 +387,12 @@ def updates_in_place(
     made = f"{rule.__name__}, moments {moments}"
     class InPlace(packed):
         releases_gradients = False  # whether a backward pass makes the steps
+
+        @cached_property
+        def whole(self) -> int:
+            "Elements of all parameters, when they were first counted."
+            return sum(p.numel() for group in self.param_groups for p in group["params"])
+
         def step(self, closure: Callable | None = None) -> Any:
             with torch.enable_grad(): loss = None if closure is None else closure()
             if not _is_by_tensor(rule): super().step()

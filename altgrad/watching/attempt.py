@@ -234,8 +234,8 @@ class _Whole:
         self.whole = w
         return self.kind.round(w, *rest)
 
-    def latent(self, *stored: Any) -> Tensor:
-        return self.kind.latent(*stored) if self.whole is None else self.whole
+    def latent_of(self, *stored: Any) -> Tensor:
+        return self.kind.latent_of(*stored) if self.whole is None else self.whole
 
 # %% ../../nbs/watching/09_attempt.ipynb #3252184a
 class Unrounded(GridTensor):

@@ -9,6 +9,7 @@ nbs/studies/other_reasons.ipynb, which says what is expected.
 """
 import argparse
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,9 @@ from altgrad.evidence.bench import PROTOCOLS, Protocol, Trial
 from altgrad.evidence.instrument import Arm, Task
 from altgrad.evidence.study import cell_of
 from altgrad.training.experiment import HOLDS, REFUTED, Interval, interval
+
+sys.path.append(str(Path(__file__).parent))
+from loss_against_bits import METHODS, NOISY, PANELS
 
 BENCH = PROTOCOLS["bench-1"]
 LAW = replace(BENCH, name="other reasons", tune=BENCH.tune[:2])
@@ -196,26 +200,12 @@ def in_order(how: dict[str, Any], task: Task = LAW.task) -> Part:
     return Part(arms, claims, task)
 
 
-TENSOR = ("E4M3", "E5M2", "E3M4", "E7M0")  # formats with one scale a tensor
-BLOCKS = {"MXFP4": "32", "NVFP4": "nvfp4"}  # E2M1, by what shares a scale
-HERE = os.path.relpath(Path(__file__).parent)
-NOISY = {"MXFP4": f"{HERE}/noisy_in_blocks.py:MXFP4", "NVFP4": f"{HERE}/noisy_in_blocks.py:NVFP4"}
+BLOCKS = [panel for panel, how in PANELS.items() if how["granularity"] != "tensor"]
 BENT = {"E2M5": 1.5, "E3M4": 0.5, "E4M3": 0.5, "E5M2": 0.5, "E6M1": 0.5, "E7M0": -0.5}  # p, best with master weights
 BELOW = {  # what the README advises because it ends below master weights
     "E4M3": "residual 2", "E3M4": "residual 2, 8-bit moments",
     **dict.fromkeys(("E5M2", "E7M0", *BLOCKS), "ECO, residual 4"),
 }
-WAYS: dict[str, dict[str, Any]] = {
-    "master": {"storage": "master"},
-    "stochastic": {},
-    "ECO stochastic": {"rule": "eco"},
-    "residual 2": {"storage": "grid_residual2"},
-    "residual 2, 8-bit moments": {"storage": "grid_residual2", "moments": "dynamic8"},
-    "residual 4": {"storage": "grid_residual4"},
-    "residual 8": {"storage": "grid_residual8"},
-    "ECO, residual 4": {"rule": "eco", "storage": "grid_residual4"},
-}
-
 
 def bent(p: float) -> dict[str, Any]:
     "A rule in the geometry of the format."
@@ -224,14 +214,12 @@ def bent(p: float) -> dict[str, Any]:
 
 def twelve() -> Part:
     "Sentences of the README on twelve checkpoints: those that confirm, and two that do not tune here."
-    formats = {fmt: {"format": fmt} for fmt in (*TENSOR, "E2M5", "E6M1")}
-    formats |= {fmt: {"format": "float4_e2m1fn", "granularity": shared} for fmt, shared in BLOCKS.items()}
     arms: dict[str, dict[str, Any]] = {}
     claims = []
 
     def arm(fmt: str, way: str, **how: Any) -> str:
         name = f"{fmt} {way}"
-        arms[name] = formats[fmt] | WAYS.get(way, {}) | how
+        arms[name] = PANELS.get(fmt, {"format": fmt}) | METHODS.get(way, {}) | how
         return name
 
     def below(one: str, other: str, least: float = 0.0) -> None:
@@ -239,10 +227,9 @@ def twelve() -> Part:
         claims.append(Claim(f"{one} ends {words} {other.split(' ', 1)[1]}", differs(other, one),
                             lambda d: d.within(least)))
 
-    below(arm("E7M0", "S^-1", **bent(-1.0)), arm("E7M0", "stochastic"), MARGIN)
+    below(arm("E7M0", "S^-1"), arm("E7M0", "stochastic"), MARGIN)
     below(arm("E6M1", "S^-0.5", **bent(-0.5)), arm("E6M1", "stochastic"))
-    nearest = {"storage": "grid_nearest"}
-    below(arm("E6M1", "nearest S^0.5", **bent(0.5), **nearest), arm("E6M1", "nearest", **nearest))
+    below(arm("E6M1", "nearest S^0.5", storage="grid_nearest", **bent(0.5)), arm("E6M1", "nearest"))
     for fmt, p in BENT.items():
         one, other = arm(fmt, f"master S^{p:g}", storage="master", **bent(p)), arm(fmt, "master")
         claims.append(Claim(f"{one} ends at most 0.01 nats below master", differs(other, one),
@@ -256,10 +243,10 @@ def twelve() -> Part:
     for fmt in BLOCKS: arm(fmt, "master")
     for fmt in ("E4M3", "E5M2", "E3M4", *BLOCKS):
         below(arm(fmt, "ECO stochastic"), arm(fmt, "stochastic"))
-    below(arm("E7M0", "nearest", **nearest), "E7M0 stochastic")
+    below(arm("E7M0", "nearest"), "E7M0 stochastic")
     for fmt, way in BELOW.items(): below(arm(fmt, way), f"{fmt} master")
-    for fmt in (*TENSOR, *BLOCKS):
-        noisy = arm(fmt, "noise", storage="master", rule=NOISY.get(fmt, f"{HERE}/noisy_adamw.py:NoisyAdamW"))
+    for fmt, how in PANELS.items():
+        noisy = arm(fmt, "master, noise", rule=NOISY[how["granularity"]])
         claims.append(Claim(f"{fmt}: stochastic rounding ends at most 0.01 nats above the noise alone",
                             differs(f"{fmt} stochastic", noisy), lambda d: d.within(most=MARGIN)))
     return Part(arms, claims, confirm=BENCH.tune[2:] + BENCH.confirm)
