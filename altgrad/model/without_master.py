@@ -374,6 +374,16 @@ def _refuse_saved(optimizer: Any, made: str, moments: str, saved: dict[str, Any]
     if there != made: raise InputError(f"the state was saved by {there}, not by {made}")
     refuse_state(optimizer, moments, saved)
 
+# %% ../../nbs/model/05_without_master.ipynb #e5a2e579
+class _Counted:
+    "An optimizer that knows how many elements its parameters have."
+    param_groups: list[dict[str, Any]]
+
+    @cached_property
+    def whole(self) -> int:
+        "Elements of all parameters, when they were first counted."
+        return sum(p.numel() for group in self.param_groups for p in group["params"])
+
 # %% ../../nbs/model/05_without_master.ipynb #e5a2e57a
 @lru_cache
 def updates_in_place(
@@ -385,13 +395,8 @@ def updates_in_place(
     bare: Any = rule if issubclass(rule, GeometryOptimizer) else on_grids(plain)
     packed: Any = with_moments(bare, moments)
     made = f"{rule.__name__}, moments {moments}"
-    class InPlace(packed):
+    class InPlace(_Counted, packed):
         releases_gradients = False  # whether a backward pass makes the steps
-
-        @cached_property
-        def whole(self) -> int:
-            "Elements of all parameters, when they were first counted."
-            return sum(p.numel() for group in self.param_groups for p in group["params"])
 
         def step(self, closure: Callable | None = None) -> Any:
             with torch.enable_grad(): loss = None if closure is None else closure()

@@ -28,11 +28,10 @@ PANELS: dict[str, dict[str, str]] = {  # what all arms of a panel have; in the o
     "NVFP4": {"format": "float4_e2m1fn", "granularity": "nvfp4"},
 }
 SCALE_BITS = {"tensor": 0.0, "32": 8 / 32, "nvfp4": 8 / 16}  # a weight
-HERE = os.path.relpath(Path(__file__).parent)
 NOISY = {  # the rule with added noise, by what shares a scale
-    "tensor": f"{HERE}/noisy_adamw.py:NoisyAdamW",
-    "32": f"{HERE}/noisy_in_blocks.py:MXFP4",
-    "nvfp4": f"{HERE}/noisy_in_blocks.py:NVFP4",
+    "tensor": "noisy_adamw.py:NoisyAdamW",
+    "32": "noisy_in_blocks.py:MXFP4",
+    "nvfp4": "noisy_in_blocks.py:NVFP4",
 }
 GRID, FOUR = "grid_stochastic", "grid_residual4"
 
@@ -87,10 +86,15 @@ NO_CASE = "no occasion"  # for a verdict
 Losses = Mapping[str, Sequence[float]]  # of a panel: by method, one a checkpoint
 
 
+def with_noise(granularity: str) -> str:
+    "The rule that adds noise; its file as seen from where the program runs, since pages move."
+    return f"{os.path.relpath(Path(__file__).parent)}/{NOISY[granularity]}"
+
+
 def arms(panel: str) -> dict[str, Arm]:
     "The arms of a panel, by name."
     usual = PANELS[panel] | {"rule": "adamw", "checkpoint": PROTOCOLS["bench-1"].tune[0]}
-    noisy = NOISY[PANELS[panel]["granularity"]]
+    noisy = with_noise(PANELS[panel]["granularity"])
     def rule(how: dict[str, Any]) -> dict[str, str]:
         return {"rule": noisy} if how.get("rule") == "noisy" else {}
     return {name: Arm(**usual | how | rule(how)) for name, how in METHODS.items()}

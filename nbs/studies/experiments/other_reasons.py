@@ -20,7 +20,7 @@ from altgrad.evidence.study import cell_of
 from altgrad.training.experiment import HOLDS, REFUTED, Interval, interval
 
 sys.path.append(str(Path(__file__).parent))
-from loss_against_bits import METHODS, NOISY, PANELS
+from loss_against_bits import METHODS, PANELS, with_noise
 
 BENCH = PROTOCOLS["bench-1"]
 LAW = replace(BENCH, name="other reasons", tune=BENCH.tune[:2])
@@ -246,7 +246,7 @@ def twelve() -> Part:
     below(arm("E7M0", "nearest"), "E7M0 stochastic")
     for fmt, way in BELOW.items(): below(arm(fmt, way), f"{fmt} master")
     for fmt, how in PANELS.items():
-        noisy = arm(fmt, "master, noise", rule=NOISY[how["granularity"]])
+        noisy = arm(fmt, "master, noise", rule=with_noise(how["granularity"]))
         claims.append(Claim(f"{fmt}: stochastic rounding ends at most 0.01 nats above the noise alone",
                             differs(f"{fmt} stochastic", noisy), lambda d: d.within(most=MARGIN)))
     return Part(arms, claims, confirm=BENCH.tune[2:] + BENCH.confirm)
