@@ -1,4 +1,10 @@
-"""What all tests share: the mark of those that need a GPU, and which files begin."""
+"""What all tests share: the mark of those that need a GPU, which files begin, and workers that start
+in a moment."""
+import sys
+
+import pytest
+
+from preloaded import IN_A_MOMENT
 
 # Each takes minutes. They begin, so that no worker is left alone with one of them at the end.
 LONG = ("hostile", "browser", "record", "cli", "gpu", "referee", "without_master", "evidence", "docs")
@@ -11,3 +17,13 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     order = {f"test_{name}.py": k for k, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def workers_in_a_moment(request):
+    "Workers of sweeps are forked, not started anew; test_sweep.py has them as users do."
+    sweep = sys.modules.get("altgrad.evidence.sweep")
+    with pytest.MonkeyPatch.context() as patch:
+        if sweep and request.module.__name__ != "test_sweep":
+            patch.setattr(sweep, "get_context", lambda method: IN_A_MOMENT)
+        yield

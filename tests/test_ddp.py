@@ -16,6 +16,7 @@ import sys
 import pytest
 import torch
 
+import preloaded
 from altgrad.watching.series import read_histograms, read_series
 from altgrad.training.tracking import RunFolder
 from old import OLD_TORCH
@@ -66,27 +67,23 @@ def place(tmp_path_factory):
 
 
 def start(place, processes: int, *args: str, **env):
-    "A program in so many processes: its exit code, and what it said."
+    "A program in so many processes, forked in a moment: its exit code, and what it said."
     folder, base = place
-    torchrun = (
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-            str(processes),
-        ]
-        if processes > 1
-        else [sys.executable]
-    )
+    how = {"env": {**base, **env}, "cwd": folder}
+    return preloaded.torchrun(processes, *args, **how) if processes > 1 else preloaded.run_python(*args, **how)
+
+
+def start_anew(place, processes: int, *args: str, **env):
+    "The same from a shell, so that interpreters begin and end."
+    folder, base = place
     return subprocess.run(
-        [*torchrun, *args],
-        cwd=folder,
-        env={**base, **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+         str(processes), *args],
+        cwd=folder, env={**base, **env}, capture_output=True, text=True, timeout=300,
     )
 
 
-def train(place, name: str, processes: int, more=(), **env):
+def train(place, name: str, processes: int, more=(), start=start, **env):
     "`altgrad train`, and the folder of the run."
     settings = [
         arg
@@ -104,7 +101,7 @@ def one(place): return train(place, "one", 1)
 
 
 @pytest.fixture(scope="module")
-def two(place): return train(place, "two", 2)
+def two(place): return train(place, "two", 2, start=start_anew)
 
 
 def close(a, b) -> None:
@@ -300,7 +297,7 @@ os.kill(pids[1], signal.SIGCONT)
 
 def test_parts_are_rounded_and_counted_as_the_whole_and_nobody_waits_for_ever(place):
     (place[0] / "parts.py").write_text(PARTS)
-    done = start(place, 2, "parts.py", LOSES="no" if OLD_TORCH else "yes")
+    done = start_anew(place, 2, "parts.py", LOSES="no" if OLD_TORCH else "yes")
     assert done.returncode == 0 and done.stdout.count("left: 0") == 2, (
         done.stdout + done.stderr[-3000:]
     )

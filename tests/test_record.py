@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import altgrad
+import preloaded
 from altgrad.basics import InputError
 from altgrad.cli import main
 from altgrad.watching.cause import SAID, first_cause
@@ -1097,13 +1098,8 @@ print("fine", flush=True)
 
 def test_a_sharded_model_is_refused_once_and_trains_on(tmp_path):
     (tmp_path / "sharded.py").write_text(SHARDED, encoding="utf-8")
-    here = os.path.dirname(os.path.dirname(__file__))
-    env = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        str(tmp_path / "sharded.py"), str(tmp_path),
-    ]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = preloaded.torchrun(2, tmp_path / "sharded.py", tmp_path, env=env)
     assert done.stdout.count("fine") == 2, done.stderr[-3000:]
     assert done.stderr.count("altgrad.record stopped at step 0: 0.weight is spread over") == 2
 

@@ -5,8 +5,6 @@ import io
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 import weakref
 from itertools import accumulate
@@ -20,6 +18,7 @@ import torch
 from torch import nn
 
 import altgrad
+import preloaded
 from altgrad.basics import InputError
 from altgrad.geometry.optim import RiemannianAdamW, on_grids
 from altgrad.geometry.storage import store_on_grid
@@ -886,12 +885,8 @@ print("fine", flush=True)
 def test_two_processes(tmp_path):
     (tmp_path / "two.py").write_text(TWO, encoding="utf-8")
     here = os.path.dirname(__file__)
-    env = {**os.environ, "TESTS": here, "PYTHONPATH": os.path.dirname(here), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        str(tmp_path / "two.py"),
-    ]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    env = {**os.environ, "TESTS": here, "OMP_NUM_THREADS": "1"}
+    done = preloaded.torchrun(2, tmp_path / "two.py", env=env)
     assert done.stdout.count("fine") == 2, done.stderr[-3000:]
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import altgrad
+import preloaded
 from altgrad.basics import InputError
 from altgrad.evidence.instrument import Arm, Recipe, Task, Weights, blank_model, make_rule
 from altgrad.geometry.keeping import Storage, pack_bits, unpack
@@ -487,13 +488,9 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("start", ("alike", "other"))
 def test_two_processes_hold_the_same_bits(start, tmp_path):
     (tmp_path / "ddp.py").write_text(DDP)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        str(tmp_path / "ddp.py"), start, str(tmp_path),
-    ]
     here = os.path.dirname(__file__)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TESTS": here}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    done = preloaded.torchrun(2, tmp_path / "ddp.py", start, tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("refused: release_gradients makes a step before") == 2
     held = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
