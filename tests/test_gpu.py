@@ -113,7 +113,7 @@ def go(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "facts_of", lambda device: facts)
     facts = {"device": "GPU X-1", "git_commit": "1" * 40, "code": "c", "versions": {"torch": "2"}}
 
-    def run(budget=100.0, failing=(), commit="1" * 40, out=tmp_path / "gpu"):
+    def run(budget=100.0, failing=(), commit="1" * 40, code="c", out=tmp_path / "gpu"):
         tried = []
 
         def attempt(piece, device, facts, limit):
@@ -122,7 +122,7 @@ def go(tmp_path, monkeypatch, capsys):
             return {"when": "now", "seconds": 1.5, "rows": [gpu_parts.row("x", 2, "ms", "it")], **error}
 
         monkeypatch.setattr(gpu, "attempt", attempt)
-        facts["git_commit"] = facts["code"] = commit
+        facts["code"], facts["git_commit"] = code, commit
         failures = gpu.work(SMALL, "cpu", budget, out)
         return [name for name, _ in tried], failures, capsys.readouterr().out, dict(tried)
 
@@ -144,11 +144,12 @@ def test_what_fits_runs_in_order_and_what_does_not_is_named(go, tmp_path):
     assert limits["b"] <= 3 * 2 + gpu.GRACE
 
 
-def test_what_has_a_result_is_kept_until_the_commit_changes(go):
+def test_what_has_a_result_is_kept_until_the_code_changes(go):
     go()
     tried, _, lines, _ = go()
-    assert tried == [] and lines.count("kept, it has a result of this commit") == 3
-    assert go(commit="2" * 40)[0] == ["a", "b", "d"]
+    assert tried == [] and lines.count("kept, it has a result of this code") == 3
+    assert go(commit="2" * 40)[0] == []  # that of the results, for one
+    assert go(code="d")[0] == ["a", "b", "d"]
 
 
 def test_a_failure_is_kept_and_stops_nothing_and_is_tried_again_last(go, tmp_path):

@@ -439,6 +439,34 @@ def test_an_outlier_that_overflows_is_what_broke():
     assert (cause.kind, cause.layer, cause.step) == ("outlier channel", "0", 5)
 
 
+@pytest.mark.parametrize("strange", ("a last layer of zeros", "one layer of zeros", "an embedding that is the head"))
+def test_a_strange_beginning_that_a_run_outlived_is_not_what_broke(strange):
+    "Data that break a run at step 60 are named, and not what its first step looked like."
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+    if strange == "one layer of zeros": model = nn.Sequential(nn.Linear(16, 1))
+    if strange == "an embedding that is the head":
+        model = nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 1))
+        nn.init.normal_(model[1].weight)
+    else: nn.init.zeros_(model[-1].weight)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with altgrad.record(model, adamw, every=10) as recorder:
+        for step in range(1, 61):
+            x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
+            if step == 60: x[0, 0] = torch.nan
+            loss = (model(x)[:, 0] - x[:, 1]).square().mean()
+            recorder.loss(loss)
+            loss.backward()
+            adamw.step()
+            adamw.zero_grad()
+    assert (recorder.cause.kind, recorder.cause.step) == ("non-finite data", 60)
+
+
+def test_a_recording_of_no_step_is_an_empty_figure():
+    model = nn.Linear(4, 4)
+    assert altgrad.record(model, torch.optim.SGD(model.parameters(), lr=0.1)).plot().axes
+
+
 @pytest.mark.parametrize("layer", (nn.Linear(8, 8), nn.LayerNorm(8)), ids=("linear", "norm"))
 def test_a_number_that_is_not_finite_in_a_bias_is_not_the_layers_arithmetic(layer):
     model = nn.Sequential(nn.Linear(8, 8), layer)

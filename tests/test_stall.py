@@ -669,6 +669,21 @@ def test_parameters_that_change():
     assert meter.tensors["2.norm.weight"].note == "its shape changed from [32] to [7]"
     assert meter.tensors["late"].steps == 1 and meter.tensors["1.up.weight"].steps == 3
     assert not meter.stopped
+    assert "of 2 tensors its format changed from bfloat16 to float32 (1.norm.weight" in meter.finding
+
+
+def test_a_model_that_is_cast_during_the_run_is_said_once(capsys):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with altgrad.stall(model, optimizer, every=1) as meter:
+        for step in range(6):
+            if step == 2: model.bfloat16()
+            model(torch.ones(2, 16, dtype=model.weight.dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = "parameters change during the run: of 2 tensors its format changed from float32 to bfloat16"
+    assert capsys.readouterr().err.count(said) == 1
+    assert "since then they are not measured" in meter.finding and "since then" in str(meter)
 
 
 @pytest.mark.parametrize("told_to", ("the optimizer too", "the model alone"))

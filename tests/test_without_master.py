@@ -621,6 +621,38 @@ def test_a_step_never_holds_a_copy_of_the_weights():
     assert step < 0.4 and decoded > 0.9
 
 
+@pytest.mark.parametrize("bad", (torch.nan, torch.inf, 1e30))  # the square of the last one is infinite
+@pytest.mark.parametrize("size, release, rule", (
+    (128, False, torch.optim.AdamW), (128, True, torch.optim.AdamW), (32, False, torch.optim.AdamW),
+    (128, False, torch.optim.Muon), (32, False, torch.optim.Muon),
+))
+def test_a_gradient_that_is_not_finite_stops_no_weight_for_good(bad, size, release, rule, capsys):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(size, size, bias=False))
+    optimizer = altgrad.without_master(model, rule, lr=1e-2, release_gradients=release)
+    def step(factor=None):
+        y = model(torch.randn(8, size))
+        loss = y.square().mean()
+        if factor is not None: loss = loss + factor * y[0, 0]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for _ in range(3): step()
+    step(bad)
+    weight = model[0].weight
+    broken = weight.dequantize()[0].clone()
+    for _ in range(20): step()
+    assert weight.dequantize().isfinite().all()
+    moved = (weight.dequantize()[0] != broken).float().mean()
+    # Muon's next steps are short beside a spacing, or those of the momentum that such a number leaves
+    assert moved > (0.9 if rule is torch.optim.AdamW else 0.5 if bad != 1e30 else 0.1)
+    kept = [part["scale"] if isinstance(part, dict) else part for part in optimizer.state[weight].values()]
+    assert kept and all(torch.as_tensor(t).isfinite().all() for t in kept)
+    said = capsys.readouterr().err
+    if rule is torch.optim.AdamW:
+        assert said.count(f"gradients were not finite; {size} steps of single weights were left out") == (bad != 1e30)
+
+
 # input that cannot work
 
 

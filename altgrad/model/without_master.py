@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% ../../nbs/model/05_without_master.ipynb #1d4fc25f
-from ..basics import InputError, unknown
+from ..basics import InputError, tell, unknown
 from ..geometry.optim import GeometryOptimizer, on_grids
 from ..geometry.rivals.lion import Lion
 from ..geometry.rivals.moments import (MOMENTS, SIGNED, SMALLEST, is_packed, pack_moment,
@@ -32,7 +32,7 @@ from .parallel import world
 from .surgery import SKIP
 from ..numbers.blocks import grown
 from ..numbers.formats import signed_format
-from ..numbers.kernels import rounding_key
+from ..numbers.kernels import is_readable, rounding_key
 from ..numbers.scaling import read_granularity
 
 # %% ../../nbs/model/05_without_master.ipynb #11692a6d
@@ -376,13 +376,31 @@ def _refuse_saved(optimizer: Any, made: str, moments: str, saved: dict[str, Any]
 
 # %% ../../nbs/model/05_without_master.ipynb #e5a2e579
 class _Counted:
-    "An optimizer that knows how many elements its parameters have."
+    "An optimizer that knows how many elements its parameters have, and says once what it left out."
     param_groups: list[dict[str, Any]]
+    releases_gradients = False  # whether a backward pass makes the steps
+    told_lost = False
+
+    def tell_lost(self) -> None:
+        "Says that steps were not finite, the first time that some were."
+        if self.told_lost: return
+        weights = [p for group in self.param_groups for p in group["params"] if isinstance(p, GridTensor)]
+        lost = sum(int(p.how["nonfinite"]) for p in weights if is_readable(p.scale))
+        if not lost: return
+        self.told_lost = True
+        tell(f"altgrad.without_master: gradients were not finite; {lost:,} steps of single weights were left out")
 
     @cached_property
     def whole(self) -> int:
         "Elements of all parameters, when they were first counted."
         return sum(p.numel() for group in self.param_groups for p in group["params"])
+
+def _begin_anew(state: dict[Any, Any], p: Tensor) -> None:
+    "Put zero where a moment of a weight on a grid is not finite, so that it moves again."
+    if not isinstance(p, GridTensor): return
+    for moment in state.get(p, {}).values():
+        if not isinstance(moment, Tensor) or moment.shape != p.shape: continue
+        if not (is_readable(moment) and moment.abs().amax().isfinite()): moment.nan_to_num_(0.0, 0.0, 0.0)
 
 # %% ../../nbs/model/05_without_master.ipynb #e5a2e57a
 @lru_cache
@@ -392,18 +410,17 @@ def updates_in_place(
 ) -> Any:  # a subclass whose weights may live on a grid
     "Return the same optimizer, for weights on a grid, one tensor after the other where it can."
     plain = _bare(rule)
-    bare: Any = rule if issubclass(rule, GeometryOptimizer) else on_grids(plain)
-    packed: Any = with_moments(bare, moments)
+    packed: Any = with_moments(rule if issubclass(rule, GeometryOptimizer) else on_grids(plain), moments)
     made = f"{rule.__name__}, moments {moments}"
     class InPlace(_Counted, packed):
-        releases_gradients = False  # whether a backward pass makes the steps
-
         def step(self, closure: Callable | None = None) -> Any:
             with torch.enable_grad(): loss = None if closure is None else closure()
             if not _is_by_tensor(rule): super().step()
             for group, p in _with_gradients(self):
                 if _is_by_tensor(rule): self.step_alone(group, p)
+                _begin_anew(self.state, p)
                 torch.autograd.graph.increment_version(p)
+            self.tell_lost()
             return loss
 
         def step_alone(self, group: dict[str, Any], p: Tensor) -> None:
@@ -483,6 +500,7 @@ def _release(optimizer: Any, p: Tensor) -> None:
     _refuse_processes()
     group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
     optimizer.step_alone(group, p)
+    _begin_anew(optimizer.state, p)
     p.grad = None
 
 # %% ../../nbs/model/05_without_master.ipynb #b29139c6

@@ -400,6 +400,7 @@ def _rate(s: _Sight) -> Iterator[Suspect]:
     if s.symptom is None or not _sized(s): return
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.array([s.r.rms(n, "weight update") / s.r.rms(n, "weight") for n in _sized(s)])
+    ratio[np.isinf(ratio)] = np.nan  # of a layer that begins at zero nothing is known
     large = (np.nan_to_num(ratio) > 0.5).mean(0) >= 0.5
     if (i := s.first(large)) is not None and i <= s.symptom[0]:
         yield s.suspect(i, "optimizer", "rate too large", "", "weight update",
@@ -612,10 +613,17 @@ def suspects(r: Recording) -> list[tuple[Suspect, bool]]:
     return sorted(found, key=lambda pair: pair[0][:3])
 
 _BORN = {"zero scale", "overflow", "division by zero", "NaN in a layer", "NaN between layers"}
+_LARGE = {"rate too large", "initial weights too large"}
+
+def _outlived(s: _Sight, one: Suspect, end: int) -> bool:
+    "Whether the loss fell for more than some steps between a suspect and the break."
+    told = s.r.losses()[one.place : end]
+    return len(told) > 1 and s.r.steps[end] - s.r.steps[one.place] > RECENT and told[-1] < told[0]
 
 def _borne(s: _Sight, one: Suspect, found: list[tuple[Suspect, bool]]) -> bool:
     "Whether a run lived with large numbers for some time, and broke of something else."
     assert s.symptom is not None
+    if one.kind in _LARGE: return _outlived(s, one, s.symptom[0])
     if one.kind not in ("outlier channel", "data out of range"): return False
     born = next((b for b, _ in found if b.kind in _BORN and b.place >= one.place), None)
     if born is None or born.layer == one.layer:

@@ -359,12 +359,12 @@ def plot_recording(
     import matplotlib.pyplot as plt
 
     names = [layer["name"] for layer in r.layers if (layer["name"], tensor) in r.series]
-    values = np.array([r.get(name, tensor, stat) for name in names]).reshape(len(names), -1)
+    values = np.array([r.get(name, tensor, stat) for name in names]).reshape(len(names), len(r.steps))
     values = np.where(values > 0, values, np.nan)
     for i, name in enumerate(names): values[i, r.bad(name, tensor)] = np.nan
     size = 3.5 + 0.15 * min(len(r.steps), 40), 0.9 + 0.16 * len(names)
     fig, ax = plt.subplots(figsize=size, layout="constrained")
-    mesh = ax.pcolormesh(np.log2(values), cmap="cividis")
+    mesh = ax.pcolormesh(np.log2(values) if values.size else np.full((1, 1), np.nan), cmap="cividis")
     every = max(1, len(r.steps) // 10)
     ax.set_xticks(np.arange(0, len(r.steps), every) + 0.5, [str(s) for s in r.steps[::every]])
     ax.set_yticks(np.arange(len(names)) + 0.5, names, fontsize=6)

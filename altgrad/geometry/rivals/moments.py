@@ -21,6 +21,7 @@ from torch import Tensor
 from ...basics import InputError, unknown
 from ..keeping import pack, unpack
 from ...numbers.formats import get_format
+from ...numbers.kernels import is_readable
 from ...numbers.quantize import fake_quantize
 
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #4147d2db
@@ -158,9 +159,12 @@ def pack_moment(
     moments: str,  # one of `MOMENTS` but `float32`
     signed: bool,  # whether it may be negative
 ) -> dict[str, Tensor]:  # by `moments`, codes uint8 of the same shape; scale float32 [blocks, 1]
-    "Return the plain tensors that are kept of a moment; the codes' name says how to read them."
+    """Return the plain tensors that are kept of a moment; the codes' name says how to read them.
+    What is not finite is kept as zero."""
     kind = _packing(moments)
     parts = kind.pack(in_blocks(x, kind.block), signed)
+    if not (is_readable(x) and parts["scale"].isfinite().all()):  # else one number spoils its block for good
+        parts = kind.pack(in_blocks(x.nan_to_num(0.0, 0.0, 0.0), kind.block), signed)
     found = parts.pop("codes")
     if x.is_contiguous() and found.numel() == x.numel(): return {moments: found.view(x.shape), **parts}
     codes = torch.empty_like(x, dtype=torch.uint8)  # in memory as x is
