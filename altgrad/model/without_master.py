@@ -402,6 +402,10 @@ def _begin_anew(state: dict[Any, Any], p: Tensor) -> None:
         if not isinstance(moment, Tensor) or moment.shape != p.shape: continue
         if not (is_readable(moment) and moment.abs().amax().isfinite()): moment.nan_to_num_(0.0, 0.0, 0.0)
 
+def _on_grids(rule: type) -> Any:
+    "The same optimizer, whose weights may live on a grid."
+    return rule if issubclass(rule, GeometryOptimizer) else on_grids(_bare(rule))
+
 # %% ../../nbs/model/05_without_master.ipynb #e5a2e57a
 @lru_cache
 def updates_in_place(
@@ -410,7 +414,7 @@ def updates_in_place(
 ) -> Any:  # a subclass whose weights may live on a grid
     "Return the same optimizer, for weights on a grid, one tensor after the other where it can."
     plain = _bare(rule)
-    packed: Any = with_moments(rule if issubclass(rule, GeometryOptimizer) else on_grids(plain), moments)
+    packed: Any = with_moments(_on_grids(rule), moments)
     made = f"{rule.__name__}, moments {moments}"
     class InPlace(_Counted, packed):
         def step(self, closure: Callable | None = None) -> Any:
