@@ -734,6 +734,11 @@ def parts(model) -> list:
     (network, ADAMW, {"moments": 16}, "unknown moments '16'; allowed: 8, 32"),
     (network, ADAMW, {"lr": -1.0}, "AdamW refuses: Invalid learning rate"),
     (network, ADAMW, {"rate": 1.0}, "AdamW refuses: .*'rate'"),
+    (network, ADAMW, {"skip": None}, "skip takes globs over names of layers, not None"),
+    (network, ADAMW, {"skip": ["2", 3]}, "skip takes globs"),
+    (network, ADAMW, {"seed": "a"}, "seed must be an int, not 'a'"),
+    (network, ADAMW, {"release_gradients": "no"}, "release_gradients must be True or False, not 'no'"),
+    (network, torch.optim.SparseAdam, {"lr": 1e-3}, "a step of SparseAdam fails: SparseAdam does not support dense"),
     (network, ADAMW, {"skip": "head"}, "no linear layer matches 'head'; there are: 2, 4, 5"),
     (network, Sum, {"release_gradients": True}, "Sum may look at all tensors at once"),
 ), ids=lambda value: None if callable(value) or isinstance(value, dict) else str(value)[:30])

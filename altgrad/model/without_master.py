@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% ../../nbs/model/05_without_master.ipynb #1d4fc25f
-from ..basics import InputError, tell, unknown
+from ..basics import InputError, one_line, tell, unknown
 from ..geometry.optim import GeometryOptimizer, on_grids
 from ..geometry.rivals.lion import Lion
 from ..geometry.rivals.moments import (MOMENTS, SIGNED, SMALLEST, is_packed, pack_moment,
@@ -536,9 +536,15 @@ def _refuse_model(model: Any) -> None:
 def _is_skipped(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
+def _globs(skip: Any) -> tuple[str, ...]:
+    "The globs of names that are left alone; InputError for what is none."
+    found = (skip,) if isinstance(skip, str) or not isinstance(skip, Iterable) else tuple(skip)
+    if all(isinstance(glob, str) for glob in found): return found
+    raise InputError(f"skip takes globs over names of layers, not {skip!r}")
+
 def _layers(model: nn.Module, skip: Iterable[str]) -> dict[str, Any]:
     "The plain linear layers with a weight that trains, by name; InputError where there are none."
-    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    skip = _globs(skip)
     linear = {
         name: m for name, m in model.named_modules()
         if type(m) in _kinds() and "weight" in m._parameters  # weight_norm and prune compute theirs
@@ -590,6 +596,11 @@ def _refuse_number(what: str, given: Any, allowed: Iterable[int]) -> None:
     if type(given) is not int or given not in allowed:
         raise unknown(what, given, map(str, allowed))
 
+def _refuse_types(seed: Any, release_gradients: Any) -> None:
+    if type(seed) is not int: raise InputError(f"seed must be an int, not {seed!r}")
+    if type(release_gradients) is not bool:
+        raise InputError(f"release_gradients must be True or False, not {release_gradients!r}")
+
 def _refuse_narrow(model: nn.Module, grids: dict[Any, nn.Parameter], moments: int) -> None:
     "InputError for a float parameter of whose gradient no moments in eight bits can be made."
     for name, p in model.named_parameters():
@@ -604,7 +615,10 @@ def _try_moments(kind: Any, settings: dict[str, Any], device: torch.device) -> N
     "InputError for an optimizer whose moments cannot be kept in eight bits."
     weight = nn.Parameter(torch.ones(64, 64, device=device))
     weight.grad = torch.ones_like(weight)
-    with torch.random.fork_rng(devices=[]): _built(kind, [weight], settings).step()
+    with torch.random.fork_rng(devices=[]):
+        built = _built(kind, [weight], settings)
+        try: built.step()
+        except RuntimeError as e: raise InputError(f"a step of {kind.__name__} fails: {one_line(str(e))}") from None
 
 # %% ../../nbs/model/05_without_master.ipynb #b22663ed
 def _refuse_release(rule: type) -> None:
@@ -661,6 +675,7 @@ def without_master(
     _refuse_optimizer(optimizer)
     _refuse_number("bits", bits, BITS)
     _refuse_number("moments", moments, MOMENT_BITS)
+    _refuse_types(seed, release_gradients)
     kind = updates_in_place(optimizer, MOMENT_BITS[moments])
     if release_gradients: _refuse_release(optimizer)
     layers = _layers(model, skip)
