@@ -1,4 +1,4 @@
-"""One run in two processes, started by the real torchrun, against the same run in one: same
+"""One run in two processes, started by torchrun, against the same run in one: same
 batches, same scales, same codes, same losses.
 
 Batches and chance are functions of seed, step and place, so the two runs differ only in the order

@@ -648,9 +648,10 @@ def test_a_gradient_that_is_not_finite_stops_no_weight_for_good(bad, size, relea
     assert moved > (0.9 if rule is torch.optim.AdamW else 0.5 if bad != 1e30 else 0.1)
     kept = [part["scale"] if isinstance(part, dict) else part for part in optimizer.state[weight].values()]
     assert kept and all(torch.as_tensor(t).isfinite().all() for t in kept)
-    said = capsys.readouterr().err
-    if rule is torch.optim.AdamW:
-        assert said.count(f"gradients were not finite; {size} steps of single weights were left out") == (bad != 1e30)
+    left_out = rule is torch.optim.AdamW or bad != 1e30  # Muon squares nothing
+    assert capsys.readouterr().err.count("steps of these weights were left out") == left_out
+    # a step of 1e30 would have made all others too small for the scale
+    assert left_out is False or 0.01 < weight.dequantize().abs().median() < 1
 
 
 # input that cannot work

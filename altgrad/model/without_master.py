@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ..basics import InputError, one_line, tell, unknown
 from ..geometry.optim import GeometryOptimizer, on_grids
 from ..geometry.rivals.lion import Lion
-from ..geometry.rivals.moments import (MOMENTS, SIGNED, SMALLEST, is_packed, pack_moment,
-                                             refuse_state, unpack_moment, with_moments)
+from ..geometry.rivals.moments import (MOMENTS, SIGNED, SMALLEST, begin_anew, is_packed, moments_of,
+                                             pack_moment, refuse_state, unpack_moment, with_moments)
 from ..geometry.storage import (GridTensor, encode, grown_scales, kept_finite,
                                       make_grid_tensor)
 from .parallel import world
@@ -325,6 +325,7 @@ def _move_in_pieces(
         piece = nn.Parameter(before.clone() if grid else before)
         piece.grad, mine = p.grad[a:b], {piece: held.rows(a, b)}
         with _alone(optimizer, mine, group, piece): step(optimizer)
+        if begin_anew(moments_of(mine[piece], piece)): optimizer.began_anew = True
         if grid: new[a:b] = kept_finite(piece.detach(), before, p.how)
         held.keep(mine[piece], kept, a, b)
     if kept: state[p] = kept
@@ -378,29 +379,27 @@ def _refuse_saved(optimizer: Any, made: str, moments: str, saved: dict[str, Any]
 class _Counted:
     "An optimizer that knows how many elements its parameters have, and says once what it left out."
     param_groups: list[dict[str, Any]]
+    state: Any
     releases_gradients = False  # whether a backward pass makes the steps
-    told_lost = False
+    began_anew = told_anew = False  # whether a moment was not finite, and whether that was said
 
-    def tell_lost(self) -> None:
-        "Says that steps were not finite, the first time that some were."
-        if self.told_lost: return
-        weights = [p for group in self.param_groups for p in group["params"] if isinstance(p, GridTensor)]
-        lost = sum(int(p.how["nonfinite"]) for p in weights if is_readable(p.scale))
-        if not lost: return
-        self.told_lost = True
-        tell(f"altgrad.without_master: gradients were not finite; {lost:,} steps of single weights were left out")
+    def mend(self, p: Tensor) -> None:
+        "Let the moments of a weight on a grid that are not finite begin anew."
+        if isinstance(p, GridTensor): self.began_anew |= begin_anew(moments_of(self.state[p], p))
+
+    def tell_anew(self) -> None:
+        "Says that steps were left out, the first time that some were; on a device that would wait for it, nothing."
+        if self.told_anew: return
+        grids = [p for group in self.param_groups for p in group["params"] if isinstance(p, GridTensor)]
+        if not self.began_anew and not any(is_readable(p.scale) and p.how["nonfinite"] for p in grids): return
+        self.told_anew = True
+        tell("altgrad.without_master: gradients or their squares were not finite: the steps of these weights "
+             "were left out, and their moments begin anew")
 
     @cached_property
     def whole(self) -> int:
         "Elements of all parameters, when they were first counted."
         return sum(p.numel() for group in self.param_groups for p in group["params"])
-
-def _begin_anew(state: dict[Any, Any], p: Tensor) -> None:
-    "Put zero where a moment of a weight on a grid is not finite, so that it moves again."
-    if not isinstance(p, GridTensor): return
-    for moment in state.get(p, {}).values():
-        if not isinstance(moment, Tensor) or moment.shape != p.shape: continue
-        if not (is_readable(moment) and moment.abs().amax().isfinite()): moment.nan_to_num_(0.0, 0.0, 0.0)
 
 def _on_grids(rule: type) -> Any:
     "The same optimizer, whose weights may live on a grid."
@@ -422,9 +421,9 @@ def updates_in_place(
             if not _is_by_tensor(rule): super().step()
             for group, p in _with_gradients(self):
                 if _is_by_tensor(rule): self.step_alone(group, p)
-                _begin_anew(self.state, p)
+                self.mend(p)
                 torch.autograd.graph.increment_version(p)
-            self.tell_lost()
+            self.tell_anew()
             return loss
 
         def step_alone(self, group: dict[str, Any], p: Tensor) -> None:
@@ -504,7 +503,7 @@ def _release(optimizer: Any, p: Tensor) -> None:
     _refuse_processes()
     group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
     optimizer.step_alone(group, p)
-    _begin_anew(optimizer.state, p)
+    optimizer.mend(p)
     p.grad = None
 
 # %% ../../nbs/model/05_without_master.ipynb #b29139c6

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MOST_EXPANSION', 'Packing', 'MOMENTS', 'SMALLEST', 'SIGNED', 'in_blocks', 'dynamic_map', 'Dynamic', 'Scaled',
-           'Expanded', 'pack_moment', 'unpack_moment', 'is_packed', 'with_moments', 'refuse_state']
+           'Expanded', 'pack_moment', 'unpack_moment', 'is_packed', 'moments_of', 'begin_anew', 'with_moments',
+           'refuse_state']
 
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #d6725794
 import math
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Callable, ClassVar, Iterator
+from typing import Any, Callable, ClassVar, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -159,12 +160,9 @@ def pack_moment(
     moments: str,  # one of `MOMENTS` but `float32`
     signed: bool,  # whether it may be negative
 ) -> dict[str, Tensor]:  # by `moments`, codes uint8 of the same shape; scale float32 [blocks, 1]
-    """Return the plain tensors that are kept of a moment; the codes' name says how to read them.
-    What is not finite is kept as zero."""
+    "Return the plain tensors that are kept of a moment; the codes' name says how to read them."
     kind = _packing(moments)
     parts = kind.pack(in_blocks(x, kind.block), signed)
-    if not (is_readable(x) and parts["scale"].isfinite().all()):  # else one number spoils its block for good
-        parts = kind.pack(in_blocks(x.nan_to_num(0.0, 0.0, 0.0), kind.block), signed)
     found = parts.pop("codes")
     if x.is_contiguous() and found.numel() == x.numel(): return {moments: found.view(x.shape), **parts}
     codes = torch.empty_like(x, dtype=torch.uint8)  # in memory as x is
@@ -210,6 +208,28 @@ def _large(p: Any, value: Any) -> bool:
     "Whether a value of a parameter's state has an element for each of the parameter's, and many."
     return isinstance(value, Tensor) and value.shape == p.shape and value.numel() >= SMALLEST
 
+# %% ../../../nbs/geometry/rivals/06_moments.ipynb #544f71da
+def moments_of(
+    state: Mapping[str, Any],  # of a parameter
+    p: Tensor,  # the parameter
+) -> list[Tensor]:  # of its shape
+    "Return the moments that are not packed: what a state keeps for every element."
+    return [m for m in state.values() if isinstance(m, Tensor) and m.shape == p.shape and m.is_floating_point()]
+
+def _all_finite(x: Tensor) -> bool:
+    "Whether every element is finite; no where one may not look."
+    return not x.numel() or is_readable(x) and all(end.isfinite() for end in x.aminmax())
+
+def begin_anew(
+    moments: Iterable[Tensor],  # of one parameter, changed in place
+) -> bool:  # whether there was one; False, too, where one may not look
+    "Put zero in every moment of an element of which one is not finite."
+    moments = list(moments)
+    if all(map(_all_finite, moments)): return False
+    bad = torch.stack([~m.isfinite() for m in moments]).any(0)
+    for m in moments: m.masked_fill_(bad, 0.0)
+    return is_readable(bad)
+
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #544f71db
 @lru_cache
 def with_moments(
@@ -221,6 +241,7 @@ def with_moments(
     if moments == "float32": return rule
     class Packed(rule):
         packed_as = moments
+        began_anew = False  # whether a moment was not finite
 
         def step(self, closure: Callable | None = None) -> Any:
             before = _unpack_state(self, moments)
@@ -260,6 +281,7 @@ def _pack_state(
 ) -> None:
     "Put parts where moments are tensors; those from before the step where nothing has changed."
     for p, state in optimizer.state.items():
+        if begin_anew(moments_of(state, p)): optimizer.began_anew = True  # type: ignore[attr-defined]
         for name, value in state.items():
             if not _large(p, value): continue
             signed, parts = _is_signed(name, value, type(optimizer)), before.get((p, name))
