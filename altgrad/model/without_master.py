@@ -331,6 +331,7 @@ def _move_in_pieces(
     if kept: state[p] = kept
     if grid: _write_in_pieces(p, new, rows)
 
+# %% ../../nbs/model/05_without_master.ipynb #2e54ccf5
 def _write_in_pieces(p: GridTensor, w: Tensor, rows: list[tuple[int, int]]) -> None:
     "`write`, for finite values, some rows at a time."
     key: Any = rounding_key(p.how["seed"], int(p.writes), p.how["tensor"])

@@ -211,7 +211,7 @@ def _large(p: Any, value: Any) -> bool:
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #544f71da
 def moments_of(
     state: Mapping[str, Any],  # of a parameter
-    p: Tensor,  # the parameter
+    p: Tensor,  # the parameter, any shape
 ) -> list[Tensor]:  # of its shape
     "Return the moments that are not packed: what a state keeps for every element."
     return [m for m in state.values() if isinstance(m, Tensor) and m.shape == p.shape and m.is_floating_point()]
@@ -221,7 +221,7 @@ def _all_finite(x: Tensor) -> bool:
     return not x.numel() or is_readable(x) and all(end.isfinite() for end in x.aminmax())
 
 def begin_anew(
-    moments: Iterable[Tensor],  # of one parameter, changed in place
+    moments: Iterable[Tensor],  # of one parameter, all of its shape; changed in place
 ) -> bool:  # whether there was one; False, too, where one may not look
     "Put zero in every moment of an element of which one is not finite."
     moments = list(moments)
