@@ -239,6 +239,7 @@ def alone():
     (convolution, "fp8", "holds matrices, not weights of 4 dimensions"),
     (alone, "fp8", "a layer inside a model has a name before .weight"),
     (Two, "fp8", "call quantize_model first"),
+    (lambda: None, "fp8", "the model must be a torch.nn.Module, not NoneType"),
 ])
 def test_what_a_layout_does_not_have(make, layout, said, tmp_path):
     with pytest.raises(InputError, match=said): export_weights(make(), tmp_path / "out", layout)

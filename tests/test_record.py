@@ -204,6 +204,18 @@ def test_a_loop_that_never_runs_is_said(capsys):
     assert "no forward pass" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("every", (1, 10))
+def test_a_layer_on_the_meta_device_is_named_and_one_that_is_not_called_is_none(every):
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].spare = nn.Linear(4, 4, device="meta")
+    with altgrad.record(model, sgd, every=every) as recorder: steps_of(model, sgd, recorder.loss, 3)
+    assert not recorder.stopped and recorder.steps == 3
+    model[1].to("meta")
+    with altgrad.record(model, sgd, every=every) as recorder: model[1](model[0](torch.ones(2, 8)).to("meta"))
+    assert recorder.stopped == "1 is on the meta device, without values"
+
+
 def test_a_compiled_model_is_named(capsys):
     model = nn.Sequential(nn.Linear(3, 3))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -261,6 +273,15 @@ def test_a_recorder_as_a_table_has_what_left_its_range_first_and_twenty_rows():
     assert "nothing was recorded" in printed(fresh) and fresh.cause is None
 
 
+def test_where_nothing_can_be_written_the_cause_is_found_and_said(tmp_path, capsys):
+    (tmp_path / "file").write_text("not a folder")
+    run = next(f for f in faults.FAULTS if f.id == "zero_scale-conv").run()
+    recorder = recorded(run, folder=tmp_path / "file" / "run")
+    told = capsys.readouterr().err
+    assert "altgrad.record wrote nothing: cannot create" in told and not recorder.saved
+    assert recorder.finding.startswith("step 5: zero scale in fc2: ") and recorder.finding in told
+
+
 # from the shell
 
 
@@ -294,6 +315,7 @@ def test_what_if_of_a_dump(broken, capsys):
     (lambda folder: (folder / "record.json").write_text("{"), "no recording"),
     (lambda folder: (folder / "record.json").write_text("[1]"), "no recording"),
     (lambda folder: (folder / "record.json").write_text('{"altgrad_recording": 7}'), "version 7"),
+    (lambda folder: (folder / "record.json").write_text('{"altgrad_recording": true}'), "is no recording"),
     (lambda folder: (folder / "record.npz").unlink(), "cannot read"),
 ))
 def test_a_damaged_recording_is_refused_in_one_line(broken, change, words, capsys):
@@ -874,13 +896,18 @@ def test_an_optimizer_within_another_is_no_stranger(make, watched, capsys):
 
 @pytest.mark.parametrize("make", (altgrad.record, altgrad.stall))
 def test_a_meter_that_nobody_holds_is_let_go(make):
+    in_module = sys.modules["torch.optim.optimizer"]
     model, sgd, other = another("ours")
+    hooks = in_module._global_optimizer_pre_hooks, in_module._global_optimizer_post_hooks
+    before = [dict(kept) for kept in hooks]
     gone = weakref.ref(make(model, sgd).start())
+    assert [len(kept) for kept in hooks] == [len(kept) + 1 for kept in before]
     parts = [weakref.ref(model), weakref.ref(sgd)]
     steps_of(model, sgd, lambda loss: loss, 1)
     del model, sgd, other
     gc.collect()
     assert gone() is None and all(part() is None for part in parts)
+    assert [dict(kept) for kept in hooks] == before
 
 
 def test_gradients_that_are_dropped_as_they_are_used_are_said_and_nobody_is_accused():

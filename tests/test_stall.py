@@ -147,6 +147,44 @@ def test_small_rates_round_back(lr, dtype, capsys):
         assert told.startswith("altgrad.stall, step 1: 8 of 8 tensors stall in bfloat16")
 
 
+@pytest.mark.parametrize("lr", (1e-6, 4e-6, 5e-5))
+@pytest.mark.parametrize("kind", (torch.optim.AdamW, torch.optim.RAdam))
+@BOTH
+def test_decay_is_lost_where_the_factor_says_so(kind, dtype, lr, capsys):
+    """The factor of 4e-6 times 0.01 is 1 - 2^-24 in float32, which moves every weight though 4e-8 of most
+    is below half a spacing; that of 1e-6 is one."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False).to(dtype)
+    settings = {"decoupled_weight_decay": True} if kind is torch.optim.RAdam else {}
+    optimizer = kind(model.parameters(), lr=lr, weight_decay=0.01, **settings)
+    before = model.weight.detach().clone()
+    with altgrad.stall(model, optimizer) as meter:
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+    stayed = (model.weight == before).float().mean().item()
+    assert meter.all()["decay_absorbed"] == pytest.approx(stayed, abs=1e-6)
+    lost = dtype == torch.bfloat16 or lr == 1e-6
+    assert stayed == lost and ("decay absorbed" in meter.alarms) is lost
+    assert ("weight decay" in capsys.readouterr().err) is lost
+
+
+@pytest.mark.parametrize("broken", (5, None), ids=("an element", "all"))
+def test_updates_that_are_not_finite_are_said_and_not_counted(broken):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 8, bias=False))
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with altgrad.stall(model, adam, every=1) as meter:
+        for _ in range(2):
+            for p in model.parameters(): p.grad = torch.ones_like(p)
+            model[1].weight.grad.view(-1)[slice(broken and broken - 1, broken)] = torch.nan
+            adam.step()
+    told = "of 1 tensors updates were not finite and are not counted (1.weight)"
+    assert told in meter.finding and "no update was attempted" not in meter.finding
+    per_step = 1 if broken else model[1].weight.numel()
+    assert [t["nonfinite"] for t in meter.to_dict()["tensors"]] == [0, 2 * per_step]
+    assert meter.all()["absorbed"] == 0.0
+
+
 # what is counted
 
 

@@ -149,6 +149,8 @@ def model_codes(
     model: nn.Module,  # quantized by `quantize_model`
 ) -> dict[str, Codes | Tensor]:  # by the names of its state_dict
     "A model's state, its quantized weights as `Codes`; InputError if it has none."
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     state: dict[str, Codes | Tensor] = {
         name: _of_grid(value) if isinstance(value, GridTensor) else value
         for name, value in whole_state(model).items()

@@ -557,6 +557,9 @@ def _layers(model: nn.Module, skip: Iterable[str]) -> dict[str, Any]:
         if m.weight.requires_grad and not any(_is_skipped(name, pattern) for pattern in skip)
     }
     if found: return found
+    if linear:
+        left = "is left alone by skip" if any(m.weight.requires_grad for m in linear.values()) else "is frozen"
+        raise InputError(f"every nn.Linear {left}, so that none trains on a grid: {', '.join(linear)}")
     kinds = sorted({type(m).__name__ for m in model.modules() if m._parameters})
     raise InputError(
         f"the model has no nn.Linear to train on a grid: its parameters are in {', '.join(kinds)}"

@@ -195,6 +195,11 @@ class _Others:
         return self.known[optimizer]
 
 # %% ../../nbs/watching/15_loops.ipynb #1b580d9b
+def _unhook(handles: list[Any]) -> None:
+    "Ask nobody to call a meter any more."
+    for handle in handles: handle.remove()
+    handles.clear()
+
 class LoopMeter:
     "What looks into somebody's loop, from `start` to `stop`, and never raises into it."
     called = "altgrad"  # by which name it speaks on the error stream
@@ -207,6 +212,7 @@ class LoopMeter:
         # class of an optimizer that the meter was not given -> its first step, and how many
         self.unwatched: dict[str, list[int]] = {}
         self._handles: list[Any] = []
+        weakref.finalize(self, _unhook, self._handles).atexit = False  # a loop may drop its meter
 
     def __enter__(self) -> Any: return self.start()
     def __exit__(self, *error: Any) -> None: self.stop()
@@ -219,8 +225,7 @@ class LoopMeter:
 
     def stop(self) -> None:
         "Watch no more; what was found stays, and model and optimizers are let go."
-        for handle in self._handles: handle.remove()
-        self._handles.clear()
+        _unhook(self._handles)
         self._guarded(self._end)
         self._let_go()
         self.models, self.optimizers = [], []

@@ -334,6 +334,8 @@ class _Forward:
     def seen(self, row: _Row, name: str, module: nn.Module, x: Any, y: Any) -> None:
         "A layer's weights, the first tensor that it was given, and the first that it returned."
         r = self.r
+        if any(p.is_meta for p in module.parameters(recurse=False)):
+            raise InputError(f"{name} is on the meta device, without values")
         if name not in r.facts_of_layers: r.facts_of_layers[name] = _facts_of(name, module)
         if getattr(module, "running_mean", None) is not None and not module.training:
             r.facts_of_layers[name]["stored"] = True  # it divides by stored statistics
@@ -598,7 +600,7 @@ class Recorder(LoopMeter):
     def _now(self) -> int: return self.steps
 
     def _let_go(self) -> None:
-        if not self.saved and self.folder is not None and self._all(): _save_last(self)
+        if not self.saved and self.folder is not None and self._all(): _save(self)
         self._owners, self._row = {}, None
         for seen in (self._seen, self._glimpsed): seen.kept.clear()
 
@@ -745,14 +747,15 @@ def _rises(r: Recorder) -> bool:
     loss, usual = (np.array([float(f.get(k, "nan")) for f in facts]) for k in ("loss", "usual"))
     return diverges(loss, usual) is not None
 
-def _save_last(r: Recorder) -> None:
+def _save(r: Recorder) -> None:
+    "Write the recording; where that is not possible, say so and watch on."
     try: r.save()
     except Exception as e: tell(f"altgrad.record wrote nothing: {one_line(e)}")
 
 def _report(r: Recorder) -> None:
     r._due = False
     tell(f"altgrad.record, step {r._rows[-1][0]}: {r.finding}")
-    if r.folder is not None: r.save()
+    if r.folder is not None: _save(r)
 
 # %% ../../nbs/watching/13_record.ipynb #f5cab325
 def _recording(r: Recorder) -> Recording:

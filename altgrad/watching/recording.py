@@ -338,7 +338,7 @@ def read_recording(
     version = facts.get("altgrad_recording") if isinstance(facts, dict) else None
     if type(version) is int and version > VERSION:
         raise InputError(f"{path} is of version {version}; this altgrad reads up to {VERSION}")
-    if version != VERSION: raise InputError(f"{path} is no recording")
+    if type(version) is not int or version != VERSION: raise InputError(f"{path} is no recording")
     try:
         kept = {name: facts[name] for name in _FACTS}
         kept["series"] = [(str(layer), str(tensor)) for layer, tensor in kept["series"]]

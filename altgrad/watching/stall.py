@@ -29,7 +29,7 @@ from .loops import (RELEASED, LoopMeter, check_every, check_pair, codes_of,
 # %% ../../nbs/watching/10_stall.ipynb #12572b88
 ATTEMPTED = (  # sums that an attempt has
     "updates", "mass", "decays", "decays_absorbed", "nearest", "more4", "more8", "kahan",
-    "stochastic", "small", "decay_expected",
+    "stochastic", "small", "decay_expected", "nonfinite",
 )
 DONE = ("absorbed", "mass_absorbed", "mass_arrived", "small_moved", "strange")  # of the real step
 SUMS = ATTEMPTED + DONE
@@ -90,6 +90,11 @@ class TensorStall:
         "The share of weights that weight decay, rounded by itself, leaves as they are."
         return _ratio(self.sums, "decays_absorbed", "decays")
 
+    @property
+    def nonfinite(self) -> int:
+        "How many updates of watched elements were not finite, or of such values; none is counted."
+        return int(self.sums[SUMS.index("nonfinite")])
+
     def kept(self) -> dict[str, float | None]:
         "Return which share of the updates' magnitudes each way of storing would keep."
         return {name: _ratio(self.sums, name, "mass") for name in KEPT}
@@ -106,7 +111,7 @@ class TensorStall:
         "Return the tensor in plain values."
         names = (
             "name", "stored", "beside", "elements", "watched", "steps", "absorbed", "mass_absorbed",
-            "arrived", "decay_absorbed", "moved", "lr", "lr_to_move_half", "note",
+            "arrived", "decay_absorbed", "nonfinite", "moved", "lr", "lr_to_move_half", "note",
         )
         facts = {name: getattr(self, name) for name in names}
         return {**facts, "shape": list(self.shape), "kept": self.kept()}
@@ -212,15 +217,27 @@ def _sum_attempt(b: _Batch, tried: Attempt) -> None:
     half, mass, size = half_gap(z, uz, b.at), u.abs(), uz.abs()
     sums: dict[str, Callable[[], Tensor]] = {  # made one after another
         "updates": lambda: u != 0, "mass": lambda: mass, "decays": lambda: decay != 0,
-        "decays_absorbed": lambda: (decay != 0) & ~moves(z, decay / scale, b.at),
+        "decays_absorbed": lambda: (decay != 0) & ~_decay_moves(b, decay),
         "nearest": lambda: mass * moves(z, uz, b.at),
         "small": lambda: (size / (2 * half)).where(size < SMALL * half, 0),
         "decay_expected": lambda: decay.abs() / scale / (2 * half_gap(z, decay, b.at)),
+        "nonfinite": lambda: ~finite,
     }
     for name, least in _smallest_kept(half, z, uz, b.at).items():
         sums[name] = partial(_beyond, mass, size, least)
     b.sums = torch.stack([sums[name]().sum(1).double() for name in ATTEMPTED], 1)
     b.attempt, b.state = Attempt(u, u[:0], tried.linear), {}
+
+def _multiplies(b: _Batch) -> bool:
+    "Whether a step multiplies its weights first, as torch's decoupled decay does."
+    if isinstance(b.params[0].data, GridTensor) or not by_element(b.optimizer): return False
+    decoupled = b.group.get("decoupled_weight_decay", isinstance(b.optimizer, torch.optim.AdamW))
+    return bool(decoupled) and not b.group.get("fused")
+
+def _decay_moves(b: _Batch, decay: Tensor) -> Tensor:
+    "Which elements decay moves if it is rounded by itself."
+    if not _multiplies(b): return moves(b.w / b.scale(), decay / b.scale(), b.at)
+    return b.codes * (1 - b.group["lr"] * b.group["weight_decay"]) != b.codes
 
 def _beyond(mass: Tensor, size: Tensor, least: Callable[[], Tensor]) -> Tensor:
     "The mass of what reaches a size."
@@ -260,8 +277,7 @@ def _decays_alone(b: _Batch) -> bool:
     if isinstance(p.data, GridTensor):
         return known and p.data.kind.rounding == "nearest" and p.data.residual is None
     if b.compensated or not known: return not b.compensated
-    decoupled = b.group.get("decoupled_weight_decay", isinstance(b.optimizer, torch.optim.AdamW))
-    return bool(decoupled) and not b.group.get("fused")
+    return _multiplies(b)
 
 # %% ../../nbs/watching/10_stall.ipynb #9bd02985
 _CHANGED = "changed from"  # part of a note
@@ -291,7 +307,7 @@ def _alone_refusal(closure: bool) -> str:
     return ""
 
 # %% ../../nbs/watching/10_stall.ipynb #67c1bbb7
-AT_ONCE = {"cpu": 2**12, "cuda": 2**16}  # elements whose steps are made again together
+AT_ONCE = {"cpu": 2**11, "cuda": 2**16}  # elements whose steps are made again together
 
 def _signature(p: Tensor, watched: int, state: dict[str, Any]) -> tuple:
     "What tensors have in common that are measured together."
@@ -762,6 +778,8 @@ def _finding(meter: Meter) -> str:
     if changed := _changed(meter): said.append(f"{changed}, and since then they are not measured")
     forgotten = [r.name for r in meter.tensors.values() if r.note == FORGOTTEN]
     if forgotten: said.append(f"of {len(forgotten)} tensors {FORGOTTEN} ({_few(forgotten)})")
+    if lost := [r.name for r in rows if r.nonfinite]:
+        said.append(f"of {len(lost)} tensors updates were not finite and are not counted ({_few(lost)})")
     if "stalled" in alarms:
         said.append(_stalled(meter, [meter.tensors[name] for name in alarms["stalled"]]))
     if names := alarms.get("decay absorbed"):
@@ -769,12 +787,12 @@ def _finding(meter: Meter) -> str:
             f"weight decay, where it is rounded by itself, leaves most weights of {len(names)} "
             f"tensors as they are ({_few(names)})"
         )
-    if rows and meter.all()["absorbed"] is None:
+    if rows and meter.all()["absorbed"] is None and not lost:
         said.append("no update was attempted: learning rates or gradients were zero")
-    elif rows and not alarms:
-        lost, way = (_percent(meter.all()[key]) for key in ("absorbed", "arrived"))
+    elif meter.all()["absorbed"] is not None and not alarms:
+        stayed, way = (_percent(meter.all()[key]) for key in ("absorbed", "arrived"))
         said.append(
-            f"weights move: {lost} of the updates of {len(rows)} tensors were absorbed, and the "
+            f"weights move: {stayed} of the updates of {len(rows)} tensors were absorbed, and the "
             f"weights went {way} of the way"
         )
     return "; ".join([*said, meter.unseen] if meter.unseen else said)

@@ -86,7 +86,8 @@ def read_dump(
     version = found.get("altgrad_dump") if isinstance(found, dict) else None
     if type(version) is int and version > VERSION:
         raise InputError(f"{path} is of version {version}; this altgrad reads up to {VERSION}")
-    if version != VERSION: raise InputError(f"{path} is no dump of altgrad.record")
+    if type(version) is not int or version != VERSION:
+        raise InputError(f"{path} is no dump of altgrad.record")
     layers = found.get("layers")
     if not isinstance(layers, dict) or type(found.get("step")) is not int:
         raise InputError(f"{path} is damaged: its layers are no dictionary, or its step no number")
