@@ -7,7 +7,7 @@ import sys
 import torch
 
 from altgrad.cli import main
-from altgrad.numbers import kernels
+from altgrad.numbers import kernels, native
 from altgrad.views import doctor
 
 ALTGRAD = "import sys; from altgrad.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -15,7 +15,8 @@ ALTGRAD = "import sys; from altgrad.cli import main; sys.exit(main(sys.argv[1:])
 
 def test_a_machine_without_a_compiler(tmp_path):
     "Whatever the compiler is called, it fails; nothing compiled before is found."
-    where = {**os.environ, "TRITON_INTERPRET": "0", "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    where = {**os.environ, "TRITON_INTERPRET": "0", "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+             "ALTGRAD_CACHE": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", ALTGRAD, "doctor", "--json"], env=where, capture_output=True,
                          text=True, timeout=300)
     told = json.loads(ran.stdout)
@@ -23,6 +24,8 @@ def test_a_machine_without_a_compiler(tmp_path):
     assert ran.returncode == 0 and told["healthy"]
     absent = {checks.pop("the compiled path"), checks.pop("the Triton path")}
     assert absent == {"not here"} and set(checks.values()) == {"right"}
+    paths = told["paths"]
+    assert paths["compiler"] == "/bin/false: fails" and paths["rounding, counts"] == "eager: compiling failed"
 
 
 def test_wrong_numbers_are_found(monkeypatch, capsys):
@@ -46,6 +49,17 @@ def test_nothing_is_left_changed():
     doctor._conform("eager", ("E5M2",)), doctor._draws(), doctor._casts(), doctor._storages()
     assert kernels.state["path"] == before["path"] and kernels.state["broken"] == before["broken"]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_compiler_is_named_and_what_it_built(monkeypatch, tmp_path):
+    monkeypatch.setenv("ALTGRAD_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    assert doctor.compiler() == "no-such-compiler is not here"
+    monkeypatch.setenv("CXX", sys.executable)
+    assert doctor.compiler() == f"{sys.executable}; the kernels are not built yet"
+    native.library_path().parent.mkdir(parents=True)
+    native.library_path().write_bytes(b"")
+    assert doctor.compiler() == f"{sys.executable}; the kernels are built"
 
 
 def test_without_the_self_test(capsys):

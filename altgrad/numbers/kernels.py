@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['EXPONENT_BITS', 'ROUNDING', 'OVERFLOW', 'CHUNK', 'STRICT', 'PATHS', 'COMPILER', 'state', 'plan', 'GRADIENTS', 'Grid',
            'How', 'grid_of', 'first_bits', 'limited', 'kernel', 'rounding_key', 'words_of', 'draw_range', 'uniform',
-           'batch_noise', 'numbers_of', 'has_triton', 'set_path', 'path_text', 'worth_compiling', 'attempt', 'native',
-           'native_now', 'by_triton', 'key_tensor', 'native_grid', 'native_call', 'native_scale', 'check_scale',
-           'scaling_of', 'flat_of', 'Options', 'is_plain', 'is_readable', 'estimate', 'as_scale', 'check_call']
+           'batch_noise', 'numbers_of', 'has_triton', 'set_path', 'note_eager', 'path_text', 'worth_compiling',
+           'attempt', 'native', 'native_now', 'by_triton', 'key_tensor', 'native_grid', 'native_call', 'native_scale',
+           'check_scale', 'scaling_of', 'flat_of', 'Options', 'is_plain', 'is_readable', 'estimate', 'as_scale',
+           'check_call']
 
 # %% ../../nbs/numbers/02_kernels.ipynb #f3ab6055
 import importlib.util
@@ -374,6 +375,7 @@ _FROM = 1 << 16  # elements of a tensor from which on a kernel on a GPU is faste
 _MOST = 1 << 31  # elements that no kernel of torch.compile takes
 # elements of such tensors rounded eagerly before `auto` compiles; on a CPU, a fifth of a second
 _AFTER = {"cpu": 1 << 26, "cuda": 0}
+_LEAST = 1 << 14  # elements that a call for a small tensor counts as: the calls themselves take that time
 _WRITTEN_FOR = ("cuda",)  # where `auto` may take the kernels that are written in Triton
 COMPILER = {"cpu": "compiling C++", "cuda": "compiling"}  # what makes the kernels of a device, as a warning says it
 # broken: what failed, one of these or "Triton"; proved: whether the kernels in C++ were compared with the eager ones
@@ -399,6 +401,12 @@ def set_path(
     return before
 
 _ = set_path(os.environ.get("ALTGRAD_PATH", "auto"))
+
+def note_eager(
+    x: Tensor,  # of any shape, on a CPU
+) -> None:
+    "Take note of a tensor that was rounded eagerly: after enough of them the kernels in C++ are built."
+    state["rounded"] += max(x.numel(), _LEAST)
 
 def path_text(
     device: str,  # type of a device: cpu, cuda
@@ -518,7 +526,7 @@ def _compute(
             lambda: _compiled(how, x.device.type)(x.detach(), scale, inverse, numbers, coins)
         )
         if y is not None: return y
-    if x.numel() >= _FROM: state["rounded"] += x.numel()
+    if x.device.type == "cpu": note_eager(x)
     return _eager(x, scale, inverse, g, how, words, noise)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #93964a41
