@@ -34,7 +34,8 @@ def row(one, seed: int, every: int) -> dict:
     kind = getattr(one, "kind", "")
     planted = {"kind": kind, "layer": one.layer, "step": one.step} if kind else None
     return {
-        "run": one.id, "seed": seed, "every": every, "steps": run.steps, "family": run.family, "kind": kind, "planted": planted, "named": named,
+        "run": one.id, "seed": seed, "every": every, "steps": run.steps, "family": run.family,
+        "kind": kind, "planted": planted, "named": named,
         "right": named == planted, "said": str(cause or ""), "stopped": recorder.stopped,
         "seconds": round(time.perf_counter() - start, 2),
     }
