@@ -44,7 +44,7 @@ verify: $(INSTALLED) ## quantize all 2^32 float32 patterns in every 8-bit and OC
 referee: $(INSTALLED) ## compare the Triton kernels with the CPU path under Triton's interpreter, on all boundaries of every format (two minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python .ci/referee.py
 
-replays: $(INSTALLED) ## make twenty stored rows again, drawn by chance from every ledger, and compare (five minutes)
+replays: $(INSTALLED) ## make thirty stored rows again, drawn by chance from every ledger, and compare (eight minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python .ci/replays.py
 
 kills: $(INSTALLED) ## kill runs of every format before each of their file operations and at random moments (long)

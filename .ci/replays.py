@@ -1,6 +1,6 @@
 """Makes stored rows again, drawn by chance from every ledger, and stores how they compare.
 
-python .ci/replays.py [--rows 20] [--seed 0]
+python .ci/replays.py [--rows 30] [--seed 0]
 
 The result goes to nbs/results/replays.json, beside those of other machines and settings (as the
 page that shows it says, nbs/studies/portability.ipynb). Rows of failed runs are not drawn. Exit code
@@ -45,7 +45,7 @@ def again(folder: str, row: dict[str, Any], checkpoints: Path) -> tuple[bool, st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     args = parser.parse_args()
     found = []
