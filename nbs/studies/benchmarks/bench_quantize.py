@@ -39,7 +39,7 @@ from altgrad.training.tracking import code_commit, machine, versions
 ROOT = Path(__file__).resolve().parents[3]
 OUT = ROOT / "nbs/results/bench_quantize.json"
 INSTALL = (
-    "missing peers: .venv/bin/pip install -e '.[bench]' -c constraints.txt, or each with "
+    "missing peers: .venv/bin/pip install -e '.[bench]' -c constraints.txt, or each, and what it needs, with "
     "--no-deps --target FOLDER/NAME and PEERS=FOLDER"
 )
 SIZES = {"cpu": (1 << 22, 1 << 26), "cuda": (1 << 26, 1 << 28)}  # elements
