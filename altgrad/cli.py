@@ -468,8 +468,8 @@ def _add_training(commands: Any) -> None:
                        type=_setting, default=[], help="change a setting; may be repeated")
         p.add_argument("--out", default="runs", metavar="DIR",
                        help="folder that gets one folder a run (default: runs)")
-        p.add_argument("--wandb", choices=("offline", "online", "off"), default="offline",
-                       help="mirror of the metrics (default: offline)")
+        p.add_argument("--wandb", choices=("offline", "online", "off"),
+                       help="mirror of the metrics (default: what WANDB_MODE says, else offline)")
         p.add_argument("--json", action="store_true",
                        help="print JSON instead of tables, and no progress")
 
@@ -567,10 +567,12 @@ def _train(args: argparse.Namespace) -> int:
     matplotlib.use("Agg")
     from altgrad.training.experiment import find_config
     from altgrad.model.parallel import agree, rank
+    from altgrad.training.tracking import usual_mirror
     from altgrad.training.trainer import Trainer, succeeded
 
+    mirror = args.wandb or usual_mirror()
     config = agree(find_config, args.config, dict(args.changes))
-    trainer = Trainer(config, args.out, mirror=args.wandb)
+    trainer = Trainer(config, args.out, mirror=mirror)
     if rank() == 0: _announce(args, [trainer])
     record = trainer.run(progress=not args.json)
     if rank() > 0: return 0 if succeeded(record) else 1  # process 0 speaks for all
@@ -633,10 +635,13 @@ def _compare(args: argparse.Namespace) -> int:
 
     from altgrad.training.experiment import compare, find_config
     from altgrad.views.report import comparison_table, gap_line, notes, plot_comparison, save_figure
+    from altgrad.training.tracking import usual_mirror
     from altgrad.training.trainer import succeeded
 
+    mirror = args.wandb or usual_mirror()
+
     def announce(trainers):
-        for t in trainers: t.mirror = args.wandb
+        for t in trainers: t.mirror = mirror
         _announce(args, trainers)
 
     configs = [find_config(spec, dict(args.changes)) for spec in args.config]

@@ -319,6 +319,17 @@ def test_a_wrong_request_is_one_line_and_writes_nothing(env, texts, args, words)
     assert sorted(texts.rglob("*")) == before
 
 
+def test_the_variable_of_wandb_says_where_metrics_go(env, tmp_path):
+    def train(told, *more):
+        ask = ["train", "bf16_baseline", "--out", str(tmp_path / told), "--set", f"data=path:{__file__}"]
+        return run({**env, "WANDB_MODE": told}, *ask, *settings(max_steps=2), *more)
+    assert train("disabled").returncode == 0
+    assert not (tmp_path / "disabled/bf16_baseline/wandb").exists()
+    refused = train("sometimes")
+    assert refused.returncode == 2 and not (tmp_path / "sometimes").exists()
+    assert "unknown WANDB_MODE 'sometimes'; allowed: offline, online, disabled" in refused.stderr
+
+
 def test_a_folder_with_other_files_is_left_alone(env, tmp_path):
     (tmp_path / "e4m3_fp8").mkdir()
     (tmp_path / "e4m3_fp8" / "thesis.tex").write_text("chapter 1")

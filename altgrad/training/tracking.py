@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CODE', 'MIRRORS', 'json_line', 'versions', 'machine', 'git_commit', 'code_commit', 'StoredRun', 'check_place',
-           'state_of', 'heights', 'RunFolder', 'check_log', 'read_line', 'read_jsonl', 'MetricsLog', 'wandb_settings',
-           'first_line', 'Mirror', 'read_wandb']
+           'state_of', 'heights', 'RunFolder', 'check_log', 'read_line', 'read_jsonl', 'MetricsLog', 'usual_mirror',
+           'wandb_settings', 'first_line', 'Mirror', 'read_wandb']
 
 # %% ../../nbs/training/02_tracking.ipynb #ad69ba87
 import hashlib
@@ -431,6 +431,13 @@ class MetricsLog:
 
 # %% ../../nbs/training/02_tracking.ipynb #b6d51c11
 MIRRORS = ("offline", "online", "off")
+_WORDS = {"offline": "offline", "online": "online", "disabled": "off"}  # of W&B's own variable
+
+def usual_mirror() -> str:  # one of `MIRRORS`
+    "Return what the variable WANDB_MODE asks for, `offline` without it; InputError for other words."
+    said = os.environ.get("WANDB_MODE") or "offline"
+    if said not in _WORDS: raise unknown("WANDB_MODE", said, _WORDS)
+    return _WORDS[said]
 
 def _id_of(folder: RunFolder) -> str:
     "The id of a run's mirror, drawn once."
