@@ -194,12 +194,13 @@ class _Others:
             self.known[optimizer] = any(id(p) in ours for p in held)
         return self.known[optimizer]
 
-# %% ../../nbs/watching/15_loops.ipynb #1b580d9b
+# %% ../../nbs/watching/15_loops.ipynb #1b580d9c
 def _unhook(handles: list[Any]) -> None:
     "Ask nobody to call a meter any more."
     for handle in handles: handle.remove()
     handles.clear()
 
+# %% ../../nbs/watching/15_loops.ipynb #1b580d9b
 class LoopMeter:
     "What looks into somebody's loop, from `start` to `stop`, and never raises into it."
     called = "altgrad"  # by which name it speaks on the error stream
