@@ -76,7 +76,7 @@ def content() -> list[tuple[str, Any]]:
     law = found("the_answer", r"\$R\^2\$ = \*\*([\d.]+)\*\* in the logarithm")[1]
     blocks = found("narrow_formats", r"(Under the scales of blocks.*?\(R² [\d.]+\))")[1]
     averaged = found("the_answer", r"wins ([-+][\d.]+) \[[^]]*\] nats, and S\^-1 ends\s+([-+][\d.]+)")
-    twelve = found("the_answer", r"where the comparisons of the README were tuned anew \((.*?)\), S\^-1")[1]
+    twelve = found("the_answer", r"where the comparisons of the README were tuned anew\s+\((.*?)\), S\^-1")[1]
     missed = found("narrow_formats", r"(What missed is .*?\(a factor of [\d.]+\))")[1]
     return [
         ("head", "Which format gains most"),
