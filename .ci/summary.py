@@ -76,7 +76,7 @@ def content() -> list[tuple[str, Any]]:
     law = found("the_answer", r"\$R\^2\$ = \*\*([\d.]+)\*\* in the logarithm")[1]
     blocks = found("narrow_formats", r"(Under the scales of blocks.*?\(R² [\d.]+\))")[1]
     averaged = found("the_answer", r"wins ([-+][\d.]+) \[[^]]*\] nats, and S\^-1 ends\s+([-+][\d.]+)")
-    twelve = found("the_answer", r"where the comparisons of the README were tuned anew\s+\((.*?)\), S\^-1")[1]
+    twelve = found("the_answer", r"where \d+ comparisons were tuned\s+anew \((.*?)\), S\^-1")[1]
     missed = found("narrow_formats", r"(What missed is .*?\(a factor of [\d.]+\))")[1]
     return [
         ("head", "Which format gains most"),
@@ -110,8 +110,8 @@ def content() -> list[tuple[str, Any]]:
         ("text", (
             f"That an average of AdamW's weights would do as well in E7M0: tuned alike, it wins {averaged[1]} nats, "
             f"and S^-1 ends {averaged[2]} below it. That all this is one model of 0.1M weights, fine-tuned for "
-            f"{Task().steps} updates on one text, and once more with the two texts exchanged: conceded, though the "
-            f"README's comparisons were tuned anew and confirmed on twelve checkpoints ({twelve}). Whether it "
+            f"{Task().steps} updates on one text, and once more with the two texts exchanged: conceded, though "
+            f"the comparisons were tuned anew on twelve other checkpoints ({twelve}). Whether it "
             "holds for larger models and longer runs is not known; the runs that would say so are written down and "
             "not made."
         )),

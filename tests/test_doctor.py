@@ -60,6 +60,9 @@ def test_the_compiler_is_named_and_what_it_built(monkeypatch, tmp_path):
     native.library_path().parent.mkdir(parents=True)
     native.library_path().write_bytes(b"")
     assert doctor.compiler() == f"{sys.executable}; the kernels are built"
+    native.library_path().unlink()
+    monkeypatch.setitem(kernels.state, "broken", {kernels.COMPILER["cpu"]})
+    assert doctor.compiler() == f"{sys.executable}: fails"
 
 
 def test_without_the_self_test(capsys):

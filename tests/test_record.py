@@ -896,10 +896,12 @@ def test_an_optimizer_within_another_is_no_stranger(make, watched, capsys):
 
 @pytest.mark.parametrize("make", (altgrad.record, altgrad.stall))
 def test_a_meter_that_nobody_holds_is_let_go(make):
+    gc.collect()
+    make(*another("ours")[:2]).start().stop()  # hooks of meters that are gone go when one begins
     in_module = sys.modules["torch.optim.optimizer"]
-    model, sgd, other = another("ours")
     hooks = in_module._global_optimizer_pre_hooks, in_module._global_optimizer_post_hooks
     before = [dict(kept) for kept in hooks]
+    model, sgd, other = another("ours")
     gone = weakref.ref(make(model, sgd).start())
     assert [len(kept) for kept in hooks] == [len(kept) + 1 for kept in before]
     parts = [weakref.ref(model), weakref.ref(sgd)]
@@ -907,7 +909,24 @@ def test_a_meter_that_nobody_holds_is_let_go(make):
     del model, sgd, other
     gc.collect()
     assert gone() is None and all(part() is None for part in parts)
+    make(*another("ours")[:2]).start().stop()
     assert [dict(kept) for kept in hooks] == before
+
+
+@pytest.mark.parametrize("make", (altgrad.record, altgrad.stall))
+def test_a_meter_may_be_collected_while_torch_goes_through_its_hooks(make):
+    *parts, other = another("another model's")
+    parts.append(make(*parts).start())
+    gone = weakref.ref(parts[-1])
+    def drop(*given):
+        parts.clear()
+        gc.collect()
+    to_every = sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook
+    handles = [to_every(drop), to_every(lambda *given: None)]  # torch goes on to the second
+    try: other.step()
+    finally:
+        for handle in handles: handle.remove()
+    assert gone() is None
 
 
 def test_gradients_that_are_dropped_as_they_are_used_are_said_and_nobody_is_accused():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import altgrad
 from altgrad.basics import InputError
 from altgrad.geometry import storage
 from altgrad.geometry.catalogue import RULES, Rule
@@ -175,7 +176,9 @@ def test_every_module_that_a_run_calls_is_part_of_its_identity(here):
         if rule.knows_grids
     ]
     native_now()  # a process looks once where the kernels in C++ lie
-    gc.collect()  # what other tests have left is let go of before
+    gc.collect()  # what other tests have left is let go of before,
+    outside = torch.nn.Linear(1, 1)
+    altgrad.stall(outside, torch.optim.SGD(outside.parameters())).start().stop()  # and hooks of their meters
     sys.setprofile(note)
     try:
         for arm in arms: run_arm(arm, ready)

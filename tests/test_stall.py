@@ -178,7 +178,7 @@ def test_updates_that_are_not_finite_are_said_and_not_counted(broken):
             for p in model.parameters(): p.grad = torch.ones_like(p)
             model[1].weight.grad.view(-1)[slice(broken and broken - 1, broken)] = torch.nan
             adam.step()
-    told = "of 1 tensors updates were not finite and are not counted (1.weight)"
+    told = "of 1 tensors updates or weights were not finite and are not counted (1.weight)"
     assert told in meter.finding and "no update was attempted" not in meter.finding
     per_step = 1 if broken else model[1].weight.numel()
     assert [t["nonfinite"] for t in meter.to_dict()["tensors"]] == [0, 2 * per_step]

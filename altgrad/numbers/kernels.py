@@ -373,7 +373,7 @@ def numbers_of(
 PATHS = ("auto", "eager", "compiled", "triton")
 _FROM = 1 << 16  # elements of a tensor from which on a kernel on a GPU is faster
 _MOST = 1 << 31  # elements that no kernel of torch.compile takes
-# elements of such tensors rounded eagerly before `auto` compiles; on a CPU, a fifth of a second
+# elements rounded eagerly before `auto` compiles; on a CPU, a fifth of a second
 _AFTER = {"cpu": 1 << 26, "cuda": 0}
 _LEAST = 1 << 14  # elements that a call for a small tensor counts as: the calls themselves take that time
 _WRITTEN_FOR = ("cuda",)  # where `auto` may take the kernels that are written in Triton

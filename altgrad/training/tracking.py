@@ -431,7 +431,10 @@ class MetricsLog:
 
 # %% ../../nbs/training/02_tracking.ipynb #b6d51c11
 MIRRORS = ("offline", "online", "off")
-_WORDS = {"offline": "offline", "online": "online", "disabled": "off"}  # of W&B's own variable
+_WORDS = {  # of W&B's own variable
+    "offline": "offline", "dryrun": "offline", "online": "online", "run": "online", "shared": "online",
+    "disabled": "off",
+}
 
 def usual_mirror() -> str:  # one of `MIRRORS`
     "Return what the variable WANDB_MODE asks for, `offline` without it; InputError for other words."

@@ -50,9 +50,10 @@ def devices() -> list[torch.device]:
 def compiler() -> str:
     "Which compiler builds the kernels for a CPU, and whether they are there."
     command, library = native.build_command()[0], native.library_path()
-    if kernels.state["broken"] & {kernels.COMPILER["cpu"]}: return f"{command}: fails"
+    if library.is_file(): return f"{command}; the kernels are built"
     if shutil.which(command) is None: return f"{command} is not here"
-    return f"{command}; the kernels are {'built' if library.is_file() else 'not built yet'}"
+    if kernels.COMPILER["cpu"] in kernels.state["broken"]: return f"{command}: fails"
+    return f"{command}; the kernels are not built yet"
 
 def paths() -> dict[str, str]:
     "How each kernel would compute on the last device, a GPU where there is one, in words."

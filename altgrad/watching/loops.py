@@ -195,6 +195,10 @@ class _Others:
         return self.known[optimizer]
 
 # %% ../../nbs/watching/15_loops.ipynb #1b580d9c
+# handles of meters that nobody holds any more: such a one may be collected while torch goes through
+# its hooks, so that they are let go of when the next meter begins
+_dropped: list[list[Any]] = []
+
 def _unhook(handles: list[Any]) -> None:
     "Ask nobody to call a meter any more."
     for handle in handles: handle.remove()
@@ -213,7 +217,7 @@ class LoopMeter:
         # class of an optimizer that the meter was not given -> its first step, and how many
         self.unwatched: dict[str, list[int]] = {}
         self._handles: list[Any] = []
-        weakref.finalize(self, _unhook, self._handles).atexit = False  # a loop may drop its meter
+        weakref.finalize(self, _dropped.append, self._handles).atexit = False
 
     def __enter__(self) -> Any: return self.start()
     def __exit__(self, *error: Any) -> None: self.stop()
@@ -259,6 +263,7 @@ class LoopMeter:
             tell(f"{self.called} stopped at step {self.steps}: {self.stopped}")
 
     def _begin(self) -> None:
+        while _dropped: _unhook(_dropped.pop())
         if not self.models: raise InputError("a meter watches once: make another one")
         self._start()
         others = _Others(self)

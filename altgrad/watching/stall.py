@@ -92,7 +92,7 @@ class TensorStall:
 
     @property
     def nonfinite(self) -> int:
-        "How many updates of watched elements were not finite, or of such values; none is counted."
+        "How many watched elements were left out, because they or their updates were not finite."
         return int(self.sums[SUMS.index("nonfinite")])
 
     def kept(self) -> dict[str, float | None]:
@@ -779,7 +779,7 @@ def _finding(meter: Meter) -> str:
     forgotten = [r.name for r in meter.tensors.values() if r.note == FORGOTTEN]
     if forgotten: said.append(f"of {len(forgotten)} tensors {FORGOTTEN} ({_few(forgotten)})")
     if lost := [r.name for r in rows if r.nonfinite]:
-        said.append(f"of {len(lost)} tensors updates were not finite and are not counted ({_few(lost)})")
+        said.append(f"of {len(lost)} tensors updates or weights were not finite and are not counted ({_few(lost)})")
     if "stalled" in alarms:
         said.append(_stalled(meter, [meter.tensors[name] for name in alarms["stalled"]]))
     if names := alarms.get("decay absorbed"):
