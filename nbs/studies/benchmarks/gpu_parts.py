@@ -387,7 +387,7 @@ def replicas_runs(device: str) -> Rows:
         torch.save(blank_model(recipe_of(name)[0]).state_dict(), Path(folder, f"{name}.pt"))
         bench = Bench(folder, {"eurlex": f"path:{text}"}, task, Path(folder, "cache"))
         bench.corpus("eurlex")
-        for count, compiled in ((2, False),) if small else ((64, False), (256, False), (256, True)):
+        for count, compiled in ((2, False),) if small else ((64, False), (256, True)):
             yield rate(count, compiled, bench, options, device)
 
 
