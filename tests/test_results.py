@@ -63,19 +63,14 @@ def test_results_are_of_commits_of_this_history():
 
 def test_rows_that_were_made_again_are_of_the_ledgers_and_agree():
     stored = json.loads((NBS / "results/replays.json").read_text(encoding="utf-8"))
-    begun = {
-        row["run"]: row["checkpoint"] for p in (NBS / "results").rglob("*.parquet")
-        if {"run", "checkpoint"} <= set(pq.read_schema(p).names)
-        for row in pq.read_table(p, columns=["run", "checkpoint"]).to_pylist()
+    known = {
+        run for p in (NBS / "results").rglob("*.parquet") if "run" in pq.read_schema(p).names
+        for run in pq.read_table(p, columns=["run"])["run"].to_pylist()
     }
     for name, facts in stored.items():
         rows = facts["rows"]
-        assert len(rows) >= 20 and {row["run"] for row in rows} <= set(begun), name
-        apart = [row for row in rows if not row["agrees"]]
-        # the card of the ledger: the models of this text that an Intel CPU had made were not kept
-        assert all(begun[row["run"]].startswith("eurlex-") for row in apart), name
-        assert all("another checkpoint" in row["said"] for row in apart), name
-        assert 10 * len(apart) <= len(rows), name
+        assert len(rows) >= 20 and {row["run"] for row in rows} <= known, name
+        assert not [row["said"] for row in rows if not row["agrees"]], name
 
 
 @pytest.fixture

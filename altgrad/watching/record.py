@@ -62,7 +62,9 @@ def _matrix(module: nn.Module) -> Tensor:
 
 # %% ../../nbs/watching/13_record.ipynb #4383b06a
 def _facts_of(name: str, module: nn.Module) -> dict[str, Any]:
-    "What a recording says of a layer."
+    "What a recording says of a layer; InputError for one without values."
+    if any(p.is_meta for p in module.parameters(recurse=False)):
+        raise InputError(f"{name} is on the meta device, without values")
     kind = next((k for k, t in _KINDS.items() if isinstance(module, t)), "other")
     named = any("norm" in t.__name__.lower() for t in type(module).__mro__)
     divides = any(hasattr(module, k) for k in ("eps", "variance_epsilon", "epsilon"))
@@ -334,8 +336,6 @@ class _Forward:
     def seen(self, row: _Row, name: str, module: nn.Module, x: Any, y: Any) -> None:
         "A layer's weights, the first tensor that it was given, and the first that it returned."
         r = self.r
-        if any(p.is_meta for p in module.parameters(recurse=False)):
-            raise InputError(f"{name} is on the meta device, without values")
         if name not in r.facts_of_layers: r.facts_of_layers[name] = _facts_of(name, module)
         if getattr(module, "running_mean", None) is not None and not module.training:
             r.facts_of_layers[name]["stored"] = True  # it divides by stored statistics
