@@ -1,14 +1,18 @@
 """What the notebook of the update rules cannot show: pickling, non-contiguous weights, both dtypes,
 every format against geoopt, and the fast arithmetic against the plain one."""
+import math
 import pickle
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT, get_format, ulp, unit_in_first_place
+from altgrad.numbers import kernels, native
 from altgrad.numbers.kernels import rounding_key, uniform
 from altgrad.numbers.scaling import compute_scale
 from altgrad.geometry import optim
@@ -17,6 +21,7 @@ from altgrad.geometry.spacing import (
     stiffness_floor, to_line,
 )
 from altgrad.geometry.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
+from altgrad.geometry.storage import make_grid_tensor
 
 RULES = {
     "stiffness": lambda p: StiffnessAdamW(p, "E4M3", 1e-2, power=0.5),
@@ -243,3 +248,138 @@ def test_derivatives_of_the_coordinate_go_forwards_too(name):
     # the coordinate changes by one over the spacing
     slope = torch.func.jvp(partial(code_coordinate, fmt=get_format(name)), (z,), (ones,))[1]
     assert torch.equal(slope, 1 / stiffness(z, name))
+
+
+POWERS = (0.0, 0.3, 1.0, 0.5, -0.5, -1.0, 2.0)
+LOOPED = {
+    **{f"S^{p:g}": partial(StiffnessAdamW, lr=1e-2, power=p, floor_octaves=4) for p in POWERS},
+    "smooth": partial(StiffnessAdamW, lr=1e-2, formula="smooth", betas=(0.3, 0.6)),
+    "not normalized": partial(StiffnessAdamW, lr=1e-2, normalize=False),
+    "gradient": partial(StiffnessAdamW, lr=1e-2, placement="gradient", weight_decay=0.3),
+    "sgd": partial(StiffnessSGD, lr=0.1, weight_decay=0.3),
+    "momentum": partial(StiffnessSGD, lr=0.1, momentum=0.9),
+    "riemannian": partial(RiemannianAdamW, lr=0.5, weight_decay=0.3),
+    "floored": partial(RiemannianAdamW, lr=0.5, floor_octaves=4),
+    "grid": partial(GridSGD, lr=0.5, weight_decay=0.3),
+    "grid, floored": partial(GridSGD, lr=0.5, floor_octaves=4),
+    "grid, nearest": partial(GridSGD, lr=0.5, rounding="nearest"),
+    "grid, not rounded": partial(GridSGD, lr=0.5, rounding="none"),
+    "madam": partial(Madam, lr=0.1),
+}
+
+
+@pytest.fixture
+def with_loops():
+    "Skips where there are no loops in C++."
+    if kernels.native_now() is None: pytest.skip("there is no C++ compiler")
+
+
+@pytest.fixture
+def compared_anew(with_loops, monkeypatch): monkeypatch.setitem(optim.loops, "differ", None)
+
+
+def moved(make, w, name="E4M3", eager=False, steps=3):
+    "The bits of the weights and moments that a rule leaves after some steps."
+    before = kernels.set_path("eager") if eager else ""
+    chance, p = torch.Generator().manual_seed(5), nn.Parameter(w.clone())
+    rule = make([p], fmt=name)
+    try:
+        for _ in range(steps):
+            p.grad = 1e-3 * torch.randn(w.shape, generator=chance, dtype=torch.float64).to(w.dtype)
+            rule.step()
+    finally:
+        if eager: kernels.set_path(before)
+    return p.detach(), [t for t in rule.state[p].values() if torch.is_tensor(t)]
+
+
+def same_bits(a, b):
+    "Whether two results have the same bits; any NaN is NaN."
+    integers = {torch.float32: torch.int32, torch.float64: torch.int64}
+    pairs = zip((a[0], *a[1]), (b[0], *b[1]), strict=True)
+    return all(bool(((x.view(integers[x.dtype]) == y.view(integers[x.dtype])) | (x.isnan() & y.isnan())).all())
+               for x, y in pairs)
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT)
+@pytest.mark.parametrize("make", LOOPED.values(), ids=LOOPED)
+def test_loops_in_cpp_give_torchs_bits(with_loops, make, name):
+    if name == "E0M7" and make.keywords.get("formula"): pytest.skip("E0M7 has the formula ulp alone")
+    w = weights(3001)  # more than a block of 1,024; zeros, subnormal numbers and far ones
+    w[::97], w[::101], w[::103], w[::107] = 0.0, 1e-40, -3.0, -0.0
+    for n in (1, 5, 3001):
+        assert same_bits(moved(make, w[:n], name), moved(make, w[:n], name, eager=True)), n
+
+
+@pytest.mark.parametrize("make", LOOPED.values(), ids=LOOPED)
+def test_loops_see_what_is_not_finite_and_large_tensors_as_torch_does(with_loops, make):
+    w = weights(kernels.CHUNK + 77)
+    assert same_bits(moved(make, w, "E5M2"), moved(make, w, "E5M2", eager=True))
+    for odd in (math.inf, -math.inf, math.nan):
+        w[5] = odd
+        assert same_bits(moved(make, w[:99], "E5M2"), moved(make, w[:99], "E5M2", eager=True)), odd
+
+
+def test_loops_are_used_and_only_where_they_serve(with_loops, monkeypatch):
+    called, real = [], native.shared
+    monkeypatch.setattr(native, "shared", lambda call, n: (called.append(n), real(call, n))[1])
+    make = partial(RiemannianAdamW, lr=0.5)
+    moved(make, weights(64))
+    if optim.loops["differ"]: pytest.skip(optim.loops_text())
+    assert called
+    called.clear()
+    moved(make, weights(64).double())
+    moved(make, weights(64), eager=True)
+    assert not called
+
+
+@pytest.mark.parametrize("granularity", ["channel", 16, "nvfp4"])
+def test_numbers_of_elements_go_by_torchs_operations(with_loops, granularity):
+    "A weight in blocks has a grid for each of them, and a loop takes the numbers of one."
+    found = []
+    for path in ("auto", "eager"):
+        before = kernels.set_path(path)
+        p = nn.Parameter(make_grid_tensor(weights(8, 32), "E4M3", "grid_nearest", granularity=granularity))
+        rule = RiemannianAdamW([p], "E4M3", 0.5)
+        p.grad = weights(8, 32, seed=1)
+        rule.step()
+        kernels.set_path(before)
+        found.append(p.dequantize().clone())
+    assert torch.equal(*found)
+
+
+def test_a_loop_counts_as_a_change_and_works_without_versions(with_loops):
+    p = nn.Parameter(torch.ones(8))
+    loss, p.grad = p.square().sum(), torch.ones(8)
+    StiffnessAdamW([p], "E4M3").step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"): loss.backward()
+    with torch.inference_mode():
+        p = nn.Parameter(weights(8))
+        p.grad = weights(8, seed=1)
+        rule = RiemannianAdamW([p], "E4M3")
+        rule.step()
+        assert not torch.equal(p, weights(8))
+
+
+def test_where_a_bit_differs_there_are_no_loops(compared_anew, monkeypatch):
+    "Roots that are rounded right are not those of Intel's vector math, which torch may have."
+    exponential = native.vector_math()[1]
+    monkeypatch.setattr(native, "vector_math", lambda: (0, exponential))
+    make, w = partial(StiffnessAdamW, lr=1e-2), weights(9999)
+    assert same_bits(moved(make, w), moved(make, w, eager=True))
+    x = weights(9999).abs()
+    rounds_right = np.array_equal(x.sqrt().numpy(), np.sqrt(x.numpy()))
+    assert bool(optim.loops["differ"]) != rounds_right
+    assert rounds_right or "other bits" in optim.loops_text()
+
+
+def test_the_comparison_is_seen_by_nobody(compared_anew):
+    seen = []
+    hook = register_optimizer_step_post_hook(lambda rule, *_: seen.append(rule))
+    state = torch.get_rng_state()
+    try: optim.compare_loops()
+    finally: hook.remove()
+    assert not seen and torch.equal(torch.get_rng_state(), state)
+    torch.set_default_dtype(torch.float64)
+    try: found = optim.compare_loops()
+    finally: torch.set_default_dtype(torch.float32)
+    assert found == optim.compare_loops()

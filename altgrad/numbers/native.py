@@ -6,8 +6,8 @@
 __all__ = ['ON_GRID', 'LANES', 'MODES', 'BITS', 'CHANCE', 'ROUND', 'CHOOSE', 'BFLOAT16', 'COUNT', 'LOOK', 'COUNT_ROWS', 'WATCH',
            'WATCH_ROWS', 'SHARE', 'ENTRIES', 'OPTIONS', 'VECTORS', 'state', 'SHARED', 'DTYPES', 'Grid', 'Call',
            'Places', 'Sums', 'Watched', 'Moved', 'source', 'build_command', 'library_path', 'start_build', 'why_not',
-           'load_library', 'find_library', 'build_library', 'holds_numbers', 'team', 'shared', 'kind_of_kernel',
-           'round_rows', 'count_rows', 'watch_rows', 'count_moved']
+           'load_library', 'find_library', 'build_library', 'holds_numbers', 'team', 'vector_math', 'shared',
+           'kind_of_kernel', 'round_rows', 'count_rows', 'watch_rows', 'count_moved']
 
 # %% ../../nbs/numbers/11_native.ipynb #1d2d8129
 import ctypes
@@ -28,6 +28,7 @@ from torch import Tensor
 
 # %% ../../nbs/numbers/11_native.ipynb #3e234705
 from ..basics import cache_folder, make_folder, write_atomic
+from . import rule_loops
 
 # %% ../../nbs/numbers/11_native.ipynb #acd0141c
 ON_GRID = r"""
@@ -87,6 +88,7 @@ class Call(ctypes.Structure):
         ("divide", _I),  # by the scale, or multiply by `inverse`
         ("parts", _I),  # that threads may share
         ("team", _L),  # from `team`: what calls the threads
+        ("sqrt", _L), ("exp", _L),  # from `vector_math`: torch's own
     ]
 
 class Places(ctypes.Structure):
@@ -524,13 +526,13 @@ def source() -> str:
     structures = map(_declared, (Grid, Call, Places, Sums, Watched, Moved))
     parts = (BITS, CHANCE, ON_GRID, ROUND, CHOOSE.replace("EVERY_MODE", every), BFLOAT16, COUNT, LOOK,
              COUNT_ROWS, WATCH, WATCH_ROWS, SHARE, ENTRIES)
-    return "\n".join([*head, *structures, *parts])
+    return "\n".join([*head, *structures, *parts, rule_loops.rule_source()])
 
 # %% ../../nbs/numbers/11_native.ipynb #55359417
 OPTIONS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno")
 VECTORS = {  # by what torch calls a CPU
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mprefer-vector-width=512"),
-    "AVX2": ("-mavx2",),
+    "AVX2": ("-mavx2", "-mfma"),
 }
 
 def build_command() -> list[str]:
@@ -590,6 +592,10 @@ def load_library(
         watch.argtypes, watch.restype = [*rows, *call, *[ctypes.c_double] * 3, ctypes.POINTER(Watched)], None
     library.moved_float32.argtypes = [tensor, tensor, size, size, tensor, tensor, *call, ctypes.POINTER(Moved)]
     library.moved_float32.restype = None
+    for name in rule_loops.NAMES:
+        run = getattr(library, f"{name}_")
+        run.argtypes = [ctypes.POINTER(tensor), ctypes.POINTER(_I), size, ctypes.POINTER(Call)]
+        run.restype = None
     return library
 
 # %% ../../nbs/numbers/11_native.ipynb #68016087
@@ -635,6 +641,15 @@ def team() -> int:  # 0: there is none
     found = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     return ctypes.cast(found, ctypes.c_void_p).value or 0 if found else 0
 
+@cache
+def vector_math() -> tuple[int, int]:  # 0: torch has its own
+    "Return the addresses of Intel's functions with which torch takes roots and exponentials."
+    if sys.platform != "linux": return 0, 0
+    library = ctypes.CDLL(torch._C.__file__)  # and what it is linked with
+    found = (getattr(library, name, None) for name in ("vmsSqrt", "vmsExp"))
+    root, exponential = (ctypes.cast(f, ctypes.c_void_p).value or 0 if f else 0 for f in found)
+    return root, exponential
+
 def _after_fork() -> None:
     "The child has neither the threads nor the compiler of its parent."
     state.update(build=None, lock=threading.RLock(), forked=True)
@@ -648,7 +663,7 @@ def shared(
 ) -> Call:
     "Return the call as it is for as many threads as torch may use, if that is worth it."
     many = torch.get_num_threads() if elements >= SHARED and team() and not state["forked"] else 1
-    return Call(call.first, call.key, call.mode, call.special, call.divide, many, team())
+    return Call(call.first, call.key, call.mode, call.special, call.divide, many, team(), *vector_math())
 
 # %% ../../nbs/numbers/11_native.ipynb #5898fb42
 # that kernels read and write, and integers of their width

@@ -21,6 +21,7 @@ from torch import Tensor
 
 # %% ../../nbs/views/06_doctor.ipynb #3644a946
 from ..basics import InputError, html_card
+from ..geometry.optim import compare_loops, loops_text
 from ..geometry.storage import grid_storages, make_grid_tensor
 from ..model.products import fast_bfloat16
 from ..numbers import kernels, native
@@ -63,8 +64,7 @@ def paths() -> dict[str, str]:
         "sums of monitors": "as rounding; on a GPU in a compiled pass where a tensor is large",
         "writes on the grid": "rounded as above; small tensors together, by torch's own operations",
         "shadow in FP32": "torch's float32 products, uncompiled",
-        "update rules": "uncompiled, whatever ALTGRAD_PATH says: compiled they end in other bits; a rule's "
-                        "own setting `compiled`",
+        "update rules": f"{loops_text()}; a rule's own setting `compiled` overrides",
         "a training step": "compiled on CUDA, eager on a CPU; a run's setting `compile` overrides",
         "products": "bfloat16" if fast_bfloat16(devices()[-1]) else "float32: no fast bfloat16 here",
     }
@@ -121,6 +121,12 @@ def _storages() -> str:
     return ""
 
 # %% ../../nbs/views/06_doctor.ipynb #ecb841c0
+def _rules() -> str:
+    "Whether update rules in C++ move weights as torch's operations do; where they do not, they are not used."
+    if kernels.native_now() is None: raise NotHere("there are no loops in C++")
+    if compare_loops(): raise NotHere(loops_text())
+    return ""
+
 COMPILED = "the compiled path"
 CHECKS: dict[str, Callable[[], str]] = {
     "rounding to nearest, all formats": partial(_conform, "eager", EIGHT_BIT),
@@ -129,6 +135,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "torch's own casts": _casts,
     "stochastic rounding": _draws,
     "weights on the grid": _storages,
+    "update rules": _rules,
 }
 
 def self_test() -> list[Check]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from altgrad.basics import write_atomic
 from altgrad.geometry.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
+from altgrad.numbers.kernels import set_path
 from altgrad.training.tracking import code_commit, machine, versions
 
 RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_optim.json"
@@ -46,14 +47,14 @@ CASES: dict[str, Callable] = {
     ),
     "Madam": lambda p: Madam(p, "E4M3", compiled=True),
     "GridSGD": lambda p: GridSGD(p, "E4M3", compiled=True),
-    "StiffnessAdamW(power=1), not compiled": lambda p: StiffnessAdamW(p, "E4M3", compiled=False),
-    "RiemannianAdamW, not compiled": lambda p: RiemannianAdamW(p, "E4M3", compiled=False),
+    "StiffnessAdamW(power=1), by torch's operations": lambda p: StiffnessAdamW(p, "E4M3"),
+    "RiemannianAdamW, by torch's operations": lambda p: RiemannianAdamW(p, "E4M3"),
     "StiffnessAdamW(power=1), without a setting": lambda p: StiffnessAdamW(p, "E4M3"),
     "RiemannianAdamW, without a setting": lambda p: RiemannianAdamW(p, "E4M3"),
     "GridSGD, without a setting": lambda p: GridSGD(p, "E4M3"),
     "Madam, without a setting": lambda p: Madam(p, "E4M3"),
 }
-UNSET = "without a setting"
+UNSET, EAGER = "without a setting", "by torch's operations"
 SETTLE = 60.0  # seconds at most in which those take steps first: what they compile is compiled then
 
 
@@ -76,7 +77,19 @@ def seconds(step: Callable, device: str) -> float:
     return time.perf_counter() - began
 
 
-def memory(optimizer: torch.optim.Optimizer, device: str) -> int:
+def step_of(name: str, optimizer: torch.optim.Optimizer) -> Callable:
+    "What takes a step of a case, on the path that its name says."
+    if not name.endswith(EAGER): return optimizer.step
+
+    def step() -> None:
+        before = set_path("eager")
+        try: optimizer.step()
+        finally: set_path(before)
+
+    return step
+
+
+def memory(optimizer: torch.optim.Optimizer, step: Callable, device: str) -> int:
     """Bytes while a step runs: weights, gradients, the optimizer's state,
     and the most that the step itself holds."""
     kept = sum(t.numel() * t.element_size() for group in optimizer.param_groups for p in group["params"]
@@ -84,9 +97,9 @@ def memory(optimizer: torch.optim.Optimizer, device: str) -> int:
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        optimizer.step()
+        step()
         return kept + torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(profile_memory=True) as profile: optimizer.step()
+    with torch.profiler.profile(profile_memory=True) as profile: step()
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
@@ -102,18 +115,18 @@ def measure(rounds: int, device: str, settle: float = 0.0) -> dict:
     so that what else the machine does meets all of them alike.
     Those without a setting take steps for so many seconds before that."""
     cases = {name: make(parameters(device)) for name, make in CASES.items()}
-    for optimizer in cases.values():
-        for _ in range(3): seconds(optimizer.step, device)
+    steps = {name: step_of(name, optimizer) for name, optimizer in cases.items()}
+    for step in steps.values():
+        for _ in range(3): seconds(step, device)
     until = time.monotonic() + settle
     while time.monotonic() < until:
-        for name, optimizer in cases.items():
-            if name.endswith(UNSET): seconds(optimizer.step, device)
+        for name, step in steps.items():
+            if name.endswith(UNSET): seconds(step, device)
     times = {name: [] for name in cases}
     for _ in range(rounds):
-        for name, optimizer in cases.items():
-            times[name].append(1e3 * seconds(optimizer.step, device))
+        for name, step in steps.items(): times[name].append(1e3 * seconds(step, device))
     rows = {name: {"median_ms": round(statistics.median(t), 3), "fastest_ms": round(min(t), 3),
-                   "bytes": memory(cases[name], device)} for name, t in times.items()}
+                   "bytes": memory(cases[name], steps[name], device)} for name, t in times.items()}
     return {"machine": machine(device), "device": device, "rounds": rounds, "rows": rows}
 
 
