@@ -372,6 +372,11 @@ def test_where_a_bit_differs_there_are_no_loops(compared_anew, monkeypatch):
     assert rounds_right or "other bits" in optim.loops_text()
 
 
+def test_every_loop_has_torchs_bits_where_torch_multiplies_and_adds_at_once(compared_anew):
+    if torch.backends.cpu.get_cpu_capability() not in native.VECTORS: pytest.skip("torch rounds in between here")
+    assert optim.compare_loops() == ""
+
+
 def test_the_comparison_is_seen_by_nobody(compared_anew):
     seen = []
     hook = register_optimizer_step_post_hook(lambda rule, *_: seen.append(rule))
