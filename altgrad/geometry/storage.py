@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from ..basics import InputError, unknown
 from ..numbers.blocks import block_scales, grown, roomier
 from ..numbers.formats import WIDE, FP8Format, check_float, get_format, kind_of
-from ..numbers.kernels import (CHUNK, batch_noise, first_bits, is_readable, kernel, plan,
+from ..numbers.kernels import (CHUNK, batch_noise, first_bits, is_readable, kernel, native, note_eager, plan,
                                      rounding_key)
 from ..numbers.scaling import compute_scale
 from .keeping import Storage, pack, pack_bits, unpack, unpack_bits
@@ -392,6 +392,10 @@ def _round_together(x: Tensor, writes: list[_Writing]) -> Tensor:
     kind, fmt = writes[0][0].kind, writes[0][0].fmt
     if kind.rounding != "stochastic": return kind.round(x, fmt, 0)
     keys = [rounding_key(to.how["seed"], int(to.writes), to.how["tensor"]) for to, *_ in writes]
+    if native(x) is not None:
+        parts = x.split([w.numel() for _, w, _ in writes])
+        return torch.cat([kind.round(part, fmt, key) for part, key in zip(parts, keys)])
+    note_eager(x)
     grid, how, _ = plan(fmt, x.dtype, "stochastic", "saturate", 24, True, "none")
     return kernel(x, None, None, grid, how, _noise(writes, keys), first_bits)
 
