@@ -310,7 +310,7 @@ def _loops_for(w: Tensor) -> Any:
     if w.dtype != torch.float32 or torch.compiler.is_compiling(): return None
     library = K.native(w)
     if library is None:
-        if w.device.type == "cpu": K.note_eager(w)
+        K.note_eager(w)
         return None
     if loops["differ"] is None: compare_loops()
     return None if loops["differ"] else library

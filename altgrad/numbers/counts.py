@@ -395,7 +395,7 @@ def _collect(
     if library is not None:
         counted = _by_native(library, *how_to, words=words, fmt=fmt, histogram=histogram)
         if counted is not None: return out, counted[1][:6], counted[1][6], counted[0]
-    if x.device.type == "cpu": K.note_eager(x)
+    K.note_eager(x)
     layout, tensors = _layout(fmt, x.device)
     layouts = layout if histogram else None, tensors
     for codes, found in _pieces(*how_to, words=words, layouts=layouts):

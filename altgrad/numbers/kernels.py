@@ -373,8 +373,7 @@ def numbers_of(
 PATHS = ("auto", "eager", "compiled", "triton")
 _FROM = 1 << 16  # elements of a tensor from which on a kernel on a GPU is faster
 _MOST = 1 << 31  # elements that no kernel of torch.compile takes
-# elements rounded eagerly before `auto` compiles; on a CPU, a fifth of a second
-_AFTER = {"cpu": 1 << 26, "cuda": 0}
+_AFTER = 1 << 26  # elements rounded eagerly before `auto` builds the kernels of a CPU: a fifth of a second
 _LEAST = 1 << 14  # elements that a call for a small tensor counts as: the calls themselves take that time
 _WRITTEN_FOR = ("cuda",)  # where `auto` may take the kernels that are written in Triton
 COMPILER = {"cpu": "compiling C++", "cuda": "compiling"}  # what makes the kernels of a device, as a warning says it
@@ -403,10 +402,10 @@ def set_path(
 _ = set_path(os.environ.get("ALTGRAD_PATH", "auto"))
 
 def note_eager(
-    x: Tensor,  # of any shape, on a CPU
+    x: Tensor,  # of any shape
 ) -> None:
-    "Take note of a tensor that was rounded eagerly: after enough of them the kernels in C++ are built."
-    state["rounded"] += max(x.numel(), _LEAST)
+    "Take note of a tensor that was computed eagerly: after enough of them on a CPU the kernels in C++ are built."
+    if x.device.type == "cpu": state["rounded"] += max(x.numel(), _LEAST)
 
 def path_text(
     device: str,  # type of a device: cpu, cuda
@@ -422,7 +421,7 @@ def path_text(
     if state["path"] != "auto": return f"{state['path']}: by `set_path`, or ALTGRAD_PATH"
     if device == "cuda": return f"compiled for tensors from {_FROM:,} elements on; eager below"
     return (f"C++ kernels for {torch.backends.cpu.get_cpu_capability()} as soon as they are built, after "
-            f"{_AFTER[device]:,} rounded elements at the latest begun; eager until then")
+            f"{_AFTER:,} rounded elements at the latest begun; eager until then")
 
 # %% ../../nbs/numbers/02_kernels.ipynb #edb36d0a
 def worth_compiling(
@@ -432,7 +431,7 @@ def worth_compiling(
     a CPU has other kernels, see `native`."""
     if state["path"] in ("eager", "triton") or _cannot_compile(x.device.type): return False
     if x.device.type == "cpu" or x.device.type not in STRICT or x.numel() >= _MOST: return False
-    return state["path"] == "compiled" or x.numel() >= _FROM and state["rounded"] >= _AFTER[x.device.type]
+    return state["path"] == "compiled" or x.numel() >= _FROM
 
 # %% ../../nbs/numbers/02_kernels.ipynb #22068c77
 def attempt(
@@ -457,7 +456,7 @@ def attempt(
 def _built(wait: bool) -> Any:
     "The kernels in C++, built if that is worth it by now, and compared with the eager ones once."
     library = N.find_library()
-    if library is None and (wait or state["rounded"] >= _AFTER["cpu"]): library = N.build_library(wait)
+    if library is None and (wait or state["rounded"] >= _AFTER): library = N.build_library(wait)
     if library is not None and not state["proved"]: _prove(library)
     return library
 
@@ -526,7 +525,7 @@ def _compute(
             lambda: _compiled(how, x.device.type)(x.detach(), scale, inverse, numbers, coins)
         )
         if y is not None: return y
-    if x.device.type == "cpu": note_eager(x)
+    note_eager(x)
     return _eager(x, scale, inverse, g, how, words, noise)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #93964a41
