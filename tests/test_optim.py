@@ -2,6 +2,8 @@
 every format against geoopt, and the fast arithmetic against the plain one."""
 import math
 import pickle
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -253,13 +255,15 @@ def test_derivatives_of_the_coordinate_go_forwards_too(name):
 POWERS = (0.0, 0.3, 1.0, 0.5, -0.5, -1.0, 2.0)
 LOOPED = {
     **{f"S^{p:g}": partial(StiffnessAdamW, lr=1e-2, power=p, floor_octaves=4) for p in POWERS},
-    "smooth": partial(StiffnessAdamW, lr=1e-2, formula="smooth", betas=(0.3, 0.6)),
+    **{f"smooth S^{p:g}": partial(
+        StiffnessAdamW, lr=1e-2, power=p, formula="smooth", floor_octaves=3.3, betas=(0.3, 0.6)) for p in POWERS},
+    "lns, gradient": partial(StiffnessAdamW, formula="lns", power=0.5, placement="gradient", floor_octaves=4),
     "not normalized": partial(StiffnessAdamW, lr=1e-2, normalize=False),
     "gradient": partial(StiffnessAdamW, lr=1e-2, placement="gradient", weight_decay=0.3),
-    "sgd": partial(StiffnessSGD, lr=0.1, weight_decay=0.3),
+    "sgd": partial(StiffnessSGD, lr=0.1, weight_decay=0.3, power=0.5, floor_octaves=3.3),
     "momentum": partial(StiffnessSGD, lr=0.1, momentum=0.9),
     "riemannian": partial(RiemannianAdamW, lr=0.5, weight_decay=0.3),
-    "floored": partial(RiemannianAdamW, lr=0.5, floor_octaves=4),
+    "floored": partial(RiemannianAdamW, lr=0.5, floor_octaves=3.3, damping=0.003),
     "grid": partial(GridSGD, lr=0.5, weight_decay=0.3),
     "grid, floored": partial(GridSGD, lr=0.5, floor_octaves=4),
     "grid, nearest": partial(GridSGD, lr=0.5, rounding="nearest"),
@@ -270,8 +274,9 @@ LOOPED = {
 
 @pytest.fixture
 def with_loops():
-    "Skips where there are no loops in C++."
+    "Skips where there are no loops in C++, or other bits in them."
     if kernels.native_now() is None: pytest.skip("there is no C++ compiler")
+    if optim.compare_loops(): pytest.skip(optim.loops_text())
 
 
 @pytest.fixture
@@ -319,12 +324,21 @@ def test_loops_see_what_is_not_finite_and_large_tensors_as_torch_does(with_loops
         assert same_bits(moved(make, w[:99], "E5M2"), moved(make, w[:99], "E5M2", eager=True)), odd
 
 
+def calls_of_loops(monkeypatch) -> list[str]:
+    "The names of the loops that will be called."
+    called, real = [], optim._loop_call
+    def noted(loop, bound):
+        found = real(loop, bound)
+        if found is not None: called.append(loop.name)
+        return found
+    monkeypatch.setattr(optim, "_loop_call", noted)
+    return called
+
+
 def test_loops_are_used_and_only_where_they_serve(with_loops, monkeypatch):
-    called, real = [], native.shared
-    monkeypatch.setattr(native, "shared", lambda call, n: (called.append(n), real(call, n))[1])
+    called = calls_of_loops(monkeypatch)
     make = partial(RiemannianAdamW, lr=0.5)
     moved(make, weights(64))
-    if optim.loops["differ"]: pytest.skip(optim.loops_text())
     assert called
     called.clear()
     moved(make, weights(64).double())
@@ -333,9 +347,9 @@ def test_loops_are_used_and_only_where_they_serve(with_loops, monkeypatch):
 
 
 @pytest.mark.parametrize("granularity", ["channel", 16, "nvfp4"])
-def test_numbers_of_elements_go_by_torchs_operations(with_loops, granularity):
+def test_numbers_of_elements_go_by_torchs_operations(with_loops, monkeypatch, granularity):
     "A weight in blocks has a grid for each of them, and a loop takes the numbers of one."
-    found = []
+    found, called = [], calls_of_loops(monkeypatch)
     for path in ("auto", "eager"):
         before = kernels.set_path(path)
         p = nn.Parameter(make_grid_tensor(weights(8, 32), "E4M3", "grid_nearest", granularity=granularity))
@@ -344,20 +358,109 @@ def test_numbers_of_elements_go_by_torchs_operations(with_loops, granularity):
         rule.step()
         kernels.set_path(before)
         found.append(p.dequantize().clone())
-    assert torch.equal(*found)
+    assert torch.equal(*found) and not called
 
 
-def test_a_loop_counts_as_a_change_and_works_without_versions(with_loops):
-    p = nn.Parameter(torch.ones(8))
-    loss, p.grad = p.square().sum(), torch.ones(8)
-    StiffnessAdamW([p], "E4M3").step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"): loss.backward()
+@pytest.mark.parametrize("eager", [True, False])
+def test_autograd_sees_what_a_step_has_changed_and_nothing_else(with_loops, eager):
+    before = kernels.set_path("eager" if eager else "auto")
+    try:
+        for make in (StiffnessAdamW, partial(StiffnessAdamW, placement="gradient"), RiemannianAdamW, Madam, GridSGD,
+                     partial(StiffnessSGD, momentum=0.9)):
+            p, free = nn.Parameter(weights(64)), torch.rand(64, requires_grad=True)
+            rule = make([p], fmt="E4M3")
+            p.grad = weights(64, seed=1)
+            rule.step()
+            kept = [t for t in rule.state[p].values() if torch.is_tensor(t) and t.shape == p.shape]
+            losses = [(free * t).sum() for t in (p, *kept)]
+            of_gradient = (free * p.grad).sum()
+            rule.step()
+            for loss in losses:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"): loss.backward()
+            of_gradient.backward()
+    finally: kernels.set_path(before)
+
+
+def test_loops_work_without_versions(with_loops):
     with torch.inference_mode():
         p = nn.Parameter(weights(8))
         p.grad = weights(8, seed=1)
-        rule = RiemannianAdamW([p], "E4M3")
-        rule.step()
+        RiemannianAdamW([p], "E4M3").step()
         assert not torch.equal(p, weights(8))
+
+
+class OfEach(Madam):
+    "A limit for each weight."
+    def move(self, job, group, state):
+        state["max"] = job.w.abs() * 2
+        super().move(job, group, state)
+
+
+class WithoutMemory(GridSGD):
+    "The RMS of the momentum is taken whole."
+    def needs_spare(self, group): return 0
+
+
+@pytest.mark.parametrize("make", [OfEach, partial(WithoutMemory, lr=0.5)], ids=["limits", "memory"])
+def test_a_rule_that_uses_a_pass_otherwise_goes_by_torchs_operations(with_loops, make):
+    w = weights(300)
+    assert same_bits(moved(make, w), moved(make, w, eager=True))
+
+
+def test_a_gradient_that_is_the_weight_is_read_in_torchs_order(with_loops):
+    made = []
+    for rule in (partial(StiffnessAdamW, fmt="E4M3", power=0.0), torch.optim.AdamW):
+        p = nn.Parameter(weights(100))
+        optimizer = rule([p], lr=0.3, eps=0.1, weight_decay=0.5)
+        for _ in range(3):
+            p.grad = p.detach()  # of half its square
+            optimizer.step()
+        made.append(p.detach().clone())
+    assert torch.equal(*made)
+
+
+FLUSHED = """
+import sys, torch
+from altgrad.geometry.optim import StiffnessAdamW
+from altgrad.numbers import kernels
+kernels.native_now(), torch.set_num_threads(2)
+assert torch.set_flush_denormal(True)
+chance = torch.Generator().manual_seed(0)
+w, g = (torch.randn(300_001, generator=chance) for _ in range(2))
+found = []
+for path in ("auto", "eager"):
+    kernels.set_path(path)
+    p = torch.nn.Parameter(w.clone())
+    rule = StiffnessAdamW([p], "E4M3", power=0.0)
+    for _ in range(3):
+        p.grad = 1e-20 * g
+        rule.step()
+    found.append([p.detach(), *rule.state[p].values()])
+print(all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*found)))
+"""
+
+
+def test_numbers_that_are_flushed_to_zero_are_torchs(with_loops):
+    done = subprocess.run([sys.executable, "-c", FLUSHED], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr[-1500:]
+
+
+def test_an_interrupted_comparison_decides_nothing(compared_anew, monkeypatch):
+    real, calls = optim._two_steps, []
+    def stops(make):
+        calls.append(make)
+        if len(calls) in (1, 4): raise KeyboardInterrupt
+        return real(make)
+    monkeypatch.setattr(optim, "_two_steps", stops)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt): optim.compare_loops()
+        assert optim.loops["differ"] is None and optim._chosen.loops is None
+
+
+def test_without_loops_nothing_is_compared(compared_anew):
+    before = kernels.set_path("eager")
+    try: assert optim.compare_loops() == "" and optim.loops["differ"] is None
+    finally: kernels.set_path(before)
 
 
 def test_where_a_bit_differs_there_are_no_loops(compared_anew, monkeypatch):

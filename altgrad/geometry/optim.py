@@ -9,7 +9,9 @@ __all__ = ['loops', 'PLACEMENTS', 'RUNG_ROUNDING', 'Grids', 'Job', 'grids_of', '
 
 # %% ../../nbs/geometry/04_optim.ipynb #7f20767e
 import ctypes
+import inspect
 import math
+import threading
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -290,20 +292,31 @@ def _run(group: dict[str, Any], function: Callable, w: Tensor, *args, whole: boo
     """One pass over `w` and what is of its length; outside of compiled code by its loop in C++, or
     part by part if it is not to be `whole`: what such a pass returns is lost."""
     if group["compiled"]: return _compiled(function)(w, *args)
-    if _by_loop(function, w, args): return None
+    if _by_loop(function, (w, *args)): return None
     size = CHUNK if w.device.type == "cpu" and not whole else len(w)
     if len(w) <= size: return function(w, *args)
     for start in range(0, len(w), size):
         function(*(_part(x, start, min(size, len(w) - start), len(w)) for x in (w, *args)))
 
 # %% ../../nbs/geometry/04_optim.ipynb #loops002
-_looped: set[Callable] = set()  # the passes that have one
-loops: dict[str, Any] = {"differ": None}  # whose bits: a rule's, "" for none; None before they are compared
+class _Loop(NamedTuple):
+    "The twin of a pass, whose arguments have the same names."
+    name: str
+    arguments: tuple[str, ...]
+    numbers: int  # how many `numbers` it reads
+    changed: tuple[str, ...]  # the arguments that it writes, other than memory for what it leaves
 
-def _has_loop(function: Callable) -> Callable:
-    "Mark a pass whose twin in C++ has its name."
-    _looped.add(function)
-    return function
+_looped: dict[Callable, _Loop] = {}
+loops: dict[str, Any] = {"differ": None}  # whose bits: a rule's, "" for none; None before they are compared
+_chosen = threading.local()  # by a comparison: whether this thread takes the loops
+
+def _has_loop(*changed: str, numbers: int = 0) -> Callable:
+    "Mark a pass that has a twin in C++ under its name."
+    def mark(function: Callable) -> Callable:
+        arguments = tuple(inspect.signature(function).parameters)
+        _looped[function] = _Loop(function.__name__.strip("_"), arguments, numbers, changed)
+        return function
+    return mark
 
 def _loops_for(w: Tensor) -> Any:
     "The library with the loops where they serve; else None."
@@ -312,38 +325,67 @@ def _loops_for(w: Tensor) -> Any:
     if library is None:
         K.note_eager(w)
         return None
-    if loops["differ"] is None: compare_loops()
-    return None if loops["differ"] else library
+    chosen = getattr(_chosen, "loops", None)
+    use = not compare_loops() if chosen is None else chosen
+    return library if use else None
 
 # %% ../../nbs/geometry/04_optim.ipynb #loops003
-def _addresses(x: Any) -> list[int | None] | None:
-    "Where a pass finds a tensor's numbers, and those of its three rows; None where a loop cannot read them."
-    if not isinstance(x, Tensor): return [None]
-    if x.dtype != torch.float32 or not N.holds_numbers(x): return None
-    rows = [x] if x.dim() < 2 else list(x.unbind())
-    if len(rows) not in (1, 3) or not all(row.is_contiguous() for row in rows): return None  # numbers of elements
-    return [row.data_ptr() for row in rows]
+_EACH = {"w", "g", "x", "m", "v", "buffer", "step", "squares"}  # arguments with a number for each element
+_COUNTS = {"grid": 5, "line": 12, "ratio": 1, "length": 1, "limit": 1, "momentum": 1}  # and with so many
+_SETTINGS = {"stepped", "special", "normalize", "rounded", "floored"}
 
-def _by_loop(function: Callable, w: Tensor, args: tuple) -> bool:
-    "Make a pass by its loop; False where it has none, or the loop does not serve."
-    library = _loops_for(w) if function in _looped else None
-    if library is None: return False
-    addresses, settings, call = [], [], N.Call()
-    for x in (w, *args):
-        if isinstance(x, str):
-            if x not in POWERS: return False
-            settings.append(POWERS.index(x))
-        elif isinstance(x, bool): settings.append(x)
-        else:
-            found = _addresses(x)
-            if found is None: return False
-            addresses += found
-        if isinstance(x, _Coins):
-            call = N.Call(mode=N.MODES.index("stochastic"), key=tuple(k & 0xFFFFFFFF for k in words_of(x.key)))
-    run = getattr(library, f"{function.__name__.strip('_')}_")
-    run((ctypes.c_void_p * len(addresses))(*addresses), (ctypes.c_int32 * len(settings))(*settings),
-        w.numel(), N.shared(call, w.numel()))
-    if not w.is_inference(): torch.autograd.graph.increment_version(w)
+def _addresses(loop: _Loop, name: str, bound: dict[str, Any]) -> list[int | None] | None:
+    "Where a loop finds the numbers of an argument; None for one that it cannot read."
+    x, n = bound[name], bound["w"].numel()
+    if name == "coins" or name == "buffer" and x is None: return [None]
+    if not isinstance(x, Tensor) or x.dtype != torch.float32 or not N.holds_numbers(x): return None
+    rows, count = [x], n
+    if name == "out":
+        if bound["normalize"]: rows = list(x.unbind()) if x.dim() == 2 and len(x) == 3 else []
+    elif name not in _EACH: count = _COUNTS.get(name, loop.numbers)
+    fits = all(row.numel() == count and row.dim() < 2 and row.is_contiguous() for row in rows)
+    if not rows or not fits: return None
+    return [row.data_ptr() for row in rows] + [None] * (2 if name == "out" and len(rows) == 1 else 0)
+
+def _overlap(addresses: list[int], n: int) -> bool:
+    "Whether tensors of n elements share memory, so that the order of operations matters."
+    ordered = sorted(addresses)
+    return any(b - a < 4 * n for a, b in zip(ordered, ordered[1:]))
+
+# %% ../../nbs/geometry/04_optim.ipynb #loops009
+def _loop_call(loop: _Loop, bound: dict[str, Any]) -> tuple | None:
+    "What a loop is called with: addresses, settings, how many elements, and the rest; None where it cannot be."
+    tensors: list[int | None] = []
+    each: list[int] = []
+    settings: list[int] = []
+    for name in loop.arguments:
+        if name in _SETTINGS:
+            if name == "special" and bound[name] not in POWERS: return None
+            settings.append(POWERS.index(bound[name]) if name == "special" else bool(bound[name]))
+            continue
+        found = _addresses(loop, name, bound)
+        if found is None: return None
+        tensors += found
+        if name in _EACH or name == "out": each += [a for a in found if a]
+    n, coins, call = bound["w"].numel(), bound.get("coins"), N.Call()
+    if _overlap(each, n): return None
+    if coins is not None:
+        key = tuple(int(k) & 0xFFFFFFFF for k in words_of(coins.key))
+        call = N.Call(mode=N.MODES.index("stochastic"), key=key)
+    return ((ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int32 * len(settings))(*settings), n,
+            N.shared(call, n))
+
+def _by_loop(function: Callable, args: tuple) -> bool:
+    "Make a pass by its loop; False where it has none, or the loop does not serve: then nothing has changed."
+    loop = _looped.get(function)
+    library = _loops_for(args[0]) if loop else None
+    if loop is None or library is None or len(args) != len(loop.arguments): return False
+    bound = dict(zip(loop.arguments, args))
+    call = _loop_call(loop, bound)
+    if call is None or not getattr(library, f"{loop.name}_")(*call): return False
+    for name in loop.changed:
+        x = bound[name]
+        if x is not None and not x.is_inference(): torch.autograd.graph.increment_version(x)
     return True
 
 # %% ../../nbs/geometry/04_optim.ipynb #8e1222f9
@@ -381,17 +423,16 @@ def _factor(w: Tensor, numbers: Tensor, stepped: bool, special: str) -> Tensor:
     return getattr(torch, special)(relative) if special else torch.exp2(power * relative.log2())
 
 # %% ../../nbs/geometry/04_optim.ipynb #212b237b
-@_has_loop
+@_has_loop()
 def _bend_pass(
-    x: Tensor, w: Tensor, numbers: Tensor, out: Tensor, stepped: bool, special: str,
-    normalize: bool,
+    x: Tensor, w: Tensor, grid: Tensor, out: Tensor, stepped: bool, special: str, normalize: bool,
 ) -> Any:
     """Puts `x` times the factor into `out`; what brings that to the RMS length of `x`
     (1 without `normalize`). If `out` has rows, it leaves the squares for that in them."""
-    factor = _factor(w, numbers, stepped, special)
+    factor = _factor(w, grid, stepped, special)
     if out.dim() > 1: return _leave(x, factor, *out)
     out.copy_(x * factor)
-    if not normalize: return torch.ones_like(numbers[0])
+    if not normalize: return torch.ones_like(grid[0])
     # one loop: sums over `out` would need another
     return _ratio(x.square().sum(), (x.square() * factor.square()).sum())
 
@@ -456,19 +497,19 @@ def _adam(g: Tensor, m: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
     return (rate * m).div_(v.sqrt().div_(root).add_(eps))
 
 # %% ../../nbs/geometry/04_optim.ipynb #2db7dabb
-@_has_loop
+@_has_loop("w", "m", "v", numbers=7)
 def _adam_pass(w, g, m, v, numbers):
     w.mul_(numbers[0]).add_(_adam(g, m, v, numbers))
 
-@_has_loop
+@_has_loop("w", "m", "v", numbers=7)
 def _scaled_adam_pass(w, g, ratio, m, v, numbers): _adam_pass(w, g * ratio, m, v, numbers)
 
-@_has_loop
-def _bent_adam_pass(w, g, m, v, numbers, *bend):
+@_has_loop("m", "v", numbers=7)
+def _bent_adam_pass(w, g, m, v, numbers, grid, out, stepped, special, normalize):
     "AdamW's step times the factor; the ratio of their lengths."
-    return _bend_pass(_adam(g, m, v, numbers), w, *bend)
+    return _bend_pass(_adam(g, m, v, numbers), w, grid, out, stepped, special, normalize)
 
-@_has_loop
+@_has_loop("w", numbers=7)
 def _decay_and_add_pass(w, step, ratio, numbers):
     w.mul_(numbers[0]).add_(step * ratio)
 
@@ -536,15 +577,16 @@ class StiffnessAdamW(GeometryOptimizer):
         else: raise unknown("placement", group["placement"], PLACEMENTS)
 
 # %% ../../nbs/geometry/04_optim.ipynb #df120454
-@_has_loop
-def _bent_sgd_pass(w, g, buffer, numbers, *bend):
+@_has_loop("buffer", numbers=3)
+def _bent_sgd_pass(w, g, buffer, numbers, grid, out, stepped, special, normalize):
     """SGD's direction times the factor; the ratio of their lengths.
     Updates the momentum if there is one."""
     _, decay, momentum = numbers.unbind()
     g = torch.addcmul(g, w, decay)
-    return _bend_pass(g if buffer is None else buffer.mul_(momentum).add_(g), w, *bend)
+    x = g if buffer is None else buffer.mul_(momentum).add_(g)
+    return _bend_pass(x, w, grid, out, stepped, special, normalize)
 
-@_has_loop
+@_has_loop("w", numbers=3)
 def _descend_pass(w, step, ratio, numbers):
     w.addcmul_(step * ratio, numbers[0])
 
@@ -629,7 +671,7 @@ def _walk(w: Tensor, step: Tensor, at: _Line, floored: bool) -> Tensor:
     psi = to_line(u.abs(), at.line, floored).copysign_(u).add_(step)
     return from_line(psi.abs(), at.line, floored).copysign_(psi)
 
-@_has_loop
+@_has_loop("w", "m", "v", numbers=7)
 def _riemannian_pass(w, g, m, v, numbers, line, floored):
     at = _unpack_line(line)
     step = _adam(_code_gradient(w, g, at), m, v, numbers)
@@ -686,7 +728,7 @@ def _madam_pass(w, g, v, limit, numbers):
     move = (g / (v / correction).sqrt_().add_(eps)).clamp_(min=-bound).clamp_(max=bound)
     w.mul_(move.mul_(rate).mul_(w.sign()).exp_()).clamp_(min=-limit).clamp_(max=limit)
 
-if all(N.vector_math()): _has_loop(_madam_pass)
+if all(N.vector_math()): _has_loop("w", "v", numbers=6)(_madam_pass)
 
 # %% ../../nbs/geometry/04_optim.ipynb #53329c3f
 class Madam(GeometryOptimizer):
@@ -730,7 +772,7 @@ class Madam(GeometryOptimizer):
 # whether weights are rounded to codes, and whether stochastically
 RUNG_ROUNDING = {"nearest": (True, False), "stochastic": (True, True), "none": (False, False)}
 
-@_has_loop
+@_has_loop("buffer")
 def _rung_pass(w, g, buffer, momentum, line, squares=None):
     "Updates the momentum in code space; one over its RMS, or its squares into memory for them."
     buffer.mul_(momentum).add_(_code_gradient(w, g, _unpack_line(line)))
@@ -750,7 +792,7 @@ def _round_to_codes(u: Tensor, at: _Line, coins: _Coins | None) -> Tensor:
     return whole.sub_(up).mul_(spacing)
 
 # %% ../../nbs/geometry/04_optim.ipynb #9f6fa78e
-@_has_loop
+@_has_loop("w", numbers=3)
 def _climb_pass(w, buffer, length, numbers, line, coins, rounded, floored):
     keep, rate, clip = numbers.unbind()
     at = _unpack_line(line)
@@ -825,14 +867,15 @@ class GridSGD(GeometryOptimizer):
 # %% ../../nbs/geometry/04_optim.ipynb #loops005
 _COMPARED: dict[str, Callable] = {
     **{f"StiffnessAdamW, power {power:g}": partial(
-        StiffnessAdamW, fmt="E4M3", power=power, floor_octaves=4) for power in (0.0, 0.3, *_POWERS)},
-    "StiffnessAdamW, not normalized": partial(StiffnessAdamW, fmt="E3M4", formula="smooth", normalize=False),
+        StiffnessAdamW, fmt="E4M3", power=power, formula="smooth", floor_octaves=3.3)
+       for power in (0.0, 0.3, *_POWERS)},
+    "StiffnessAdamW, not normalized": partial(StiffnessAdamW, fmt="E3M4", normalize=False),
     "StiffnessAdamW, on the gradient": partial(StiffnessAdamW, fmt="E5M2", placement="gradient"),
     "StiffnessAdamW, short memory": partial(StiffnessAdamW, fmt="E4M3", betas=(0.25, 0.5)),
-    "StiffnessSGD": partial(StiffnessSGD, fmt="E4M3", weight_decay=0.1),
+    "StiffnessSGD": partial(StiffnessSGD, fmt="E4M3", power=0.5, floor_octaves=3.3, weight_decay=0.1),
     "StiffnessSGD, momentum": partial(StiffnessSGD, fmt="E7M0", momentum=0.9, weight_decay=0.1),
     "RiemannianAdamW": partial(RiemannianAdamW, fmt="E4M3", weight_decay=0.1),
-    "RiemannianAdamW, floor": partial(RiemannianAdamW, fmt="E5M2", floor_octaves=4),
+    "RiemannianAdamW, floor": partial(RiemannianAdamW, fmt="E5M2", floor_octaves=3.3),
     "GridSGD": partial(GridSGD, fmt="E4M3", weight_decay=0.1),
     "GridSGD, nearest": partial(GridSGD, fmt="E5M2", rounding="nearest", floor_octaves=4),
     "GridSGD, not rounded": partial(GridSGD, fmt="E4M3", rounding="none"),
@@ -864,18 +907,23 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
 
 @torch.no_grad()
-def compare_loops() -> str:  # empty: there is none
-    "Return the rule whose loops end in other bits than torch's operations on this machine; it goes without loops then."
-    expected = {}
-    for name, make in _COMPARED.items():
-        loops["differ"] = name  # without the loops
-        expected[name] = _two_steps(make)
-    for name, make in _COMPARED.items():
-        loops["differ"] = ""
-        same = all(map(_same_bits, _two_steps(make), expected[name]))
-        loops["differ"] = "" if same else name
-        if not same: break
-    return loops["differ"]
+def _first_to_differ() -> str:
+    "The first rule whose loops end in other bits; empty where there is none."
+    try:
+        for name, make in _COMPARED.items():
+            _chosen.loops = False
+            expected = _two_steps(make)
+            _chosen.loops = True
+            if not all(map(_same_bits, _two_steps(make), expected)): return name
+    finally: _chosen.loops = None
+    return ""
+
+def compare_loops() -> str:  # empty: there is none, or there are no loops
+    "Return the rule whose loops end in other bits than torch's operations on this machine; no rule takes loops then."
+    with N.state["lock"]:
+        there = K.native(torch.empty(1, device="cpu")) is not None
+        if loops["differ"] is None and there: loops["differ"] = _first_to_differ()
+        return loops["differ"] or ""
 
 def loops_text() -> str:
     "Say how update rules compute, in words."

@@ -595,7 +595,7 @@ def load_library(
     for name in rule_loops.NAMES:
         run = getattr(library, f"{name}_")
         run.argtypes = [ctypes.POINTER(tensor), ctypes.POINTER(_I), size, ctypes.POINTER(Call)]
-        run.restype = None
+        run.restype = ctypes.c_int
     return library
 
 # %% ../../nbs/numbers/11_native.ipynb #68016087
@@ -645,7 +645,8 @@ def team() -> int:  # 0: there is none
 def vector_math() -> tuple[int, int]:  # 0: torch has its own
     "Return the addresses of Intel's functions with which torch takes roots and exponentials."
     if sys.platform != "linux": return 0, 0
-    library = ctypes.CDLL(torch._C.__file__)  # and what it is linked with
+    try: library = ctypes.CDLL(torch._C.__file__)  # and what it is linked with
+    except OSError: return 0, 0
     found = (getattr(library, name, None) for name in ("vmsSqrt", "vmsExp"))
     root, exponential = (ctypes.cast(f, ctypes.c_void_p).value or 0 if f else 0 for f in found)
     return root, exponential
