@@ -1,8 +1,9 @@
 """Processes that start in a moment: a server that has imported torch forks them.
 
-`run` and `start` run `altgrad` so, `run_python` a program, and `torchrun` one in several processes. All
-else is as from a shell: the entry point, arguments, environment, output, exit code and signals are the
-command's own. Tests of the start and of the end of an interpreter start the program itself. `IN_A_MOMENT`
+`run` and `start` run `altgrad` so, `run_python` a program, `run_code` one that is given as text, and
+`torchrun` one in several processes. All else is as from a shell: the entry point, arguments, environment,
+output, exit code and signals are the command's own. Tests of the start and of the end of an interpreter
+start the program itself. `IN_A_MOMENT`
 forks the workers of sweeps.
 """
 import atexit
@@ -51,6 +52,13 @@ def by_python(args: list[str]) -> None:
     sys.argv = args
     sys.path.insert(0, os.path.dirname(os.path.abspath(args[0])))
     runpy.run_path(args[0], run_name="__main__")
+
+
+def by_code(args: list[str]) -> None:
+    "Does what `python -c CODE ...` does."
+    sys.argv = ["-c", *args[1:]]
+    sys.path.insert(0, "")
+    exec(compile(args[0], "<string>", "exec"), {"__name__": "__main__"})
 
 
 def by_torchrun(args: list[str]) -> None:
@@ -117,6 +125,12 @@ def run_python(*args: Any, env: Mapping[str, str] = os.environ, cwd: Any = None,
                timeout: float = 300.0) -> subprocess.CompletedProcess:
     "A program of Python that has ended: its file and its arguments."
     return _ended(Program(by_python, list(map(str, args)), env, cwd), args, timeout)
+
+
+def run_code(code: str, *args: Any, env: Mapping[str, str] = os.environ,
+             timeout: float = 120.0) -> subprocess.CompletedProcess:
+    "A program of Python that has ended: its text and its arguments."
+    return _ended(Program(by_code, [code, *map(str, args)], env), ("-c", *args), timeout)
 
 
 def torchrun(processes: int, *args: Any, env: Mapping[str, str] = os.environ, cwd: Any = None,

@@ -14,6 +14,7 @@ import yaml
 from altgrad import cli
 
 import preloaded
+from kernels import with_kernels
 
 ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
 SMALL = {
@@ -24,7 +25,8 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory):
-    return {**os.environ, "ALTGRAD_CACHE": str(tmp_path_factory.mktemp("cache")), "COLUMNS": "200"}
+    cache = with_kernels(tmp_path_factory.mktemp("cache"))
+    return {**os.environ, "ALTGRAD_CACHE": cache, "COLUMNS": "200"}
 
 
 def settings(**changes) -> list[str]:
@@ -176,7 +178,7 @@ def test_a_table_of_seeds_says_what_is_noise(paired, env):
         assert words in text
 
 
-LONGER = settings(max_steps=100, dropout=0.1)
+LONGER = settings(max_steps=60, dropout=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +213,7 @@ def test_an_interrupted_run_says_so_and_goes_on_bit_for_bit(
     if how != signal.SIGKILL:
         assert process.returncode == 130 and "interrupted" in err.splitlines()[-1]
         assert json.loads((cut / "run.json").read_text())["exit_reason"] == "interrupted"
-    assert len(metrics(cut)) < 100
+    assert len(metrics(cut)) < 60
     done = run(env, "train", "e4m3_fp8", *LONGER, "--set", "name=cut", "--out", tmp_path)
     assert done.returncode == 0 and timeless(metrics(cut)) == timeless(metrics(uninterrupted))
     same = [json.loads((folder / "run.json").read_text()) for folder in (cut, uninterrupted)]

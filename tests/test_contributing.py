@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from kernels import with_kernels
+
 ROOT = Path(__file__).resolve().parent.parent
 BEFORE = '    FP8Format("float8_e4m3", 4, 3, bias=7, specials="ieee"),\n'
 # E4M3 with two more in its bias: torch's float8_e4m3fn divided by four
@@ -125,7 +127,8 @@ def tree(tmp_path_factory) -> Path:
 
 def run(tree: Path, *command: str) -> str:
     "What Python prints with the copy as its package; its errors if it fails."
-    env = {**os.environ, "PYTHONPATH": str(tree), "HOME": str(tree)}
+    cache = with_kernels(tree / "cache")
+    env = {**os.environ, "PYTHONPATH": str(tree), "HOME": str(tree), "ALTGRAD_CACHE": cache}
     done = subprocess.run(
         [sys.executable, *command], cwd=tree, env=env, capture_output=True, text=True, timeout=300
     )

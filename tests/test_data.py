@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import preloaded
 from altgrad.basics import InputError
 from altgrad.training import data as D
 from altgrad.training.data import (
@@ -439,7 +440,7 @@ print(corpus.hash, len(corpus.train), len(corpus.val))
 
 
 def test_a_killed_process_leaves_no_corpus(cache, laws):
-    done = subprocess.run([sys.executable, "-c", KILLED, f"path:{laws}", str(cache)], timeout=60)
+    done = preloaded.run_code(KILLED, f"path:{laws}", cache)
     left = names(cache / "corpora")
     assert done.returncode == 9 and len(left) == 1 and left[0].startswith(".tmp-")
     corpus = load_corpus(f"path:{laws}", cache=cache)
@@ -452,11 +453,8 @@ def test_a_killed_process_leaves_no_corpus(cache, laws):
 
 def test_two_processes_prepare_the_same_corpus(cache, laws):
     start = time.time() + 4
-    argv = [sys.executable, "-c", PREPARE, f"path:{laws}", "bpe-330", str(cache), str(start)]
-    both = [
-        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    argv = [PREPARE, f"path:{laws}", "bpe-330", str(cache), str(start)]
+    both = [preloaded.Program(preloaded.by_code, argv, os.environ) for _ in range(2)]
     told = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], told
     assert told[0][0] == told[1][0]

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import preloaded
+from kernels import with_kernels
 from altgrad.watching.series import read_histograms, read_series
 from altgrad.training.tracking import RunFolder
 from old import OLD_TORCH
@@ -63,7 +64,8 @@ def place(tmp_path_factory):
     words = torch.randint(0, 50, (30_000,), generator=torch.Generator().manual_seed(0)).tolist()
     (folder / "text.txt").write_text(" ".join("abcdefghij"[w % 10] * (1 + w // 10) for w in words))
     (folder / "life.py").write_text(LIFE)
-    return folder, {**os.environ, "ALTGRAD_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    cache = with_kernels(folder / "cache")
+    return folder, {**os.environ, "ALTGRAD_CACHE": cache, "OMP_NUM_THREADS": "1"}
 
 
 def start(place, processes: int, *args: str, **env):

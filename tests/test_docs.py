@@ -19,12 +19,17 @@ NOTEBOOKS = sorted(
 )
 # that one was committed before the runs and is not changed
 PAGES = [name for name in NOTEBOOKS if name != "studies/protocol.ipynb"]
+# In one process, which ends at once: a second one imports everything again, and at a usual end each of
+# the hundred shells has Python's garbage collected, which takes twice the time of the pages.
 PREPARE = """
+import os, sys
 from nbdev.quarto import refresh_quarto_yml
 from nbdev.serve import proc_nbs
 
 refresh_quarto_yml()
-proc_nbs(n_workers=2)
+proc_nbs(n_workers=0)
+for stream in (sys.stdout, sys.stderr): stream.flush()
+os._exit(0)
 """
 
 

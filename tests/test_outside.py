@@ -2,13 +2,12 @@
 their text, and refused in one line."""
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import preloaded
 from altgrad.basics import InputError
 from altgrad.cli import main
 from altgrad.geometry.catalogue import RULES, RuleSettings, build_rule
@@ -195,8 +194,8 @@ def test_a_node_of_a_cluster_needs_no_file(texts, here):
         "row = cluster._work_on_node(*pickle.load(open('job', 'rb')))\n"
         "print(row['error'], row['val_loss'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["None", str(run_arm(arm, b)["val_loss"])]
+    done = preloaded.run_code(code)
+    assert done.stdout.split() == ["None", str(run_arm(arm, b)["val_loss"])], done.stderr
 
 
 def test_an_installed_package_names_its_rules(here, monkeypatch):
@@ -299,7 +298,7 @@ def test_a_run_with_a_storage_of_ones_own_goes_on_after_a_kill(texts, here):
         "def die(self, row):\n    check(self, row)\n    if row['step'] == 2: os._exit(9)\n"
         f"trainer.NonfiniteGuard.check = die\nmain({['train', f'{told}torn', *data]!r})"
     )
-    assert subprocess.run([sys.executable, "-c", killed], capture_output=True).returncode == 9
+    assert preloaded.run_code(killed).returncode == 9
     assert main(["train", f"{told}torn", *data]) == 0
     ends = [json.loads((here / f"runs/{name}/run.json").read_text()) for name in ("whole", "torn")]
     assert ends[0]["results"]["val_loss"] == ends[1]["results"]["val_loss"]

@@ -1,8 +1,6 @@
 """Stacked runs against single runs: the same numbers in float64, whoever the neighbours are; and no
 silent way back to eager."""
 import itertools
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import preloaded
 from altgrad.evidence import instrument
 from altgrad.evidence import replicas
 from altgrad.basics import InputError
@@ -164,11 +163,7 @@ class Stopping(dict):
 
 def test_the_command_line_refuses_replicas_elsewhere(here):
     (here / "matrix.yaml").write_text(MATRIX)
-    command = [
-        Path(sys.executable).parent / "altgrad", "sweep", here / "matrix.yaml", "--out",
-        here / "none", "--replicas", "4",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = preloaded.run("sweep", here / "matrix.yaml", "--out", here / "none", "--replicas", "4")
     assert done.returncode == 2
     assert "--replicas" in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -5,13 +5,13 @@ import importlib.util
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+import preloaded
 from altgrad.training.experiment import Comparison
 
 NBS = Path(__file__).resolve().parent.parent / "nbs"
@@ -184,11 +184,7 @@ def test_a_demo_is_checked_against_the_bounds(tmp_path, change, code, words):
     changed = json.loads((NBS / "results/first_light.json").read_text(encoding="utf-8"))
     change(changed)
     (tmp_path / "comparison.json").write_text(json.dumps(changed))
-    done = subprocess.run(
-        [sys.executable, NBS.parent / ".ci/first_light.py", "check", tmp_path],
-        capture_output=True,
-        text=True,
-    )
+    done = preloaded.run_python(NBS.parent / ".ci/first_light.py", "check", tmp_path)
     assert done.returncode == code and words in done.stdout + done.stderr, done.stderr
 
 

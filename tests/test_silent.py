@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import altgrad
+import preloaded
 from altgrad.basics import InputError
 from altgrad.geometry import storage
 from altgrad.geometry.catalogue import RULES, Rule
@@ -441,9 +442,7 @@ for name in grid_storages():
         for part, t in grid.parts().items():
             assert torch.equal(t, parts[f"{key}.{part}"]), (name, key, part)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
+    done = preloaded.run_code(code, tmp_path)
     assert done.returncode == 0, done.stderr[-500:]
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stderr
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 
+import preloaded
 from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT
 from altgrad.training.tracking import RunFolder, read_wandb
@@ -35,6 +37,8 @@ SMALL = dict(
     format="E4M3", max_steps=9, batch_size=2, block_size=16, warmup_steps=2, eval_every=4,
     eval_windows=4, checkpoint_every=3, dropout=0.1, device="cpu",
 )
+# Half the blocks, for runs of which only the file operations and the state matter, not how long they take.
+SMALLER = {**SMALL, "model": "two-blocks"}
 # the last is of a log that holds the others
 TIMES = ("tokens_per_s", "wall_clock_s", "metrics_sha256")
 
@@ -121,11 +125,13 @@ def life(
     mirror: str = "off", said: str | None = None,
 ) -> None:
     "One process of a run: its exit code is 0, or 1 with one line in the file `said`."
+    from altgrad.model.gpt import PRESETS
     from altgrad.training.data import load_corpus
     from altgrad.training.config import make_config
     from altgrad.training.trainer import Trainer
 
     torch.set_num_threads(1)
+    PRESETS["two-blocks"] = replace(PRESETS["gpt-tiny"], n_layer=2)
     corpus = load_corpus(f"path:{data}/text.txt", cache=f"{data}/cache")
     if limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     if wound: WOUNDS[wound[0]](*wound[1:])
@@ -248,10 +254,10 @@ WOUNDED = [
 
 @pytest.mark.parametrize("wound", WOUNDED, ids=str)
 def test_killed_in_a_write_an_evaluation_or_an_update(data, tmp_path, whole, wound):
-    config = {**SMALL, "name": "cut"}
+    config = {**SMALLER, "name": "cut"}
     assert live(config, tmp_path, data, wound=wound) == -signal.SIGKILL
     assert live(config, tmp_path, data) == 0
-    assert_same(tmp_path / "cut", whole())
+    assert_same(tmp_path / "cut", whole(model="two-blocks"))
 
 
 def kill_at_every(step: int, config: dict, out: Path, data: Path, whole: dict) -> int:
@@ -275,7 +281,7 @@ def kill_at_every(step: int, config: dict, out: Path, data: Path, whole: dict) -
 
 
 def test_killed_before_file_operations(data, tmp_path, whole):
-    assert kill_at_every(9, {**SMALL}, tmp_path, data, whole()) > 10
+    assert kill_at_every(9, {**SMALLER}, tmp_path, data, whole(model="two-blocks")) > 10
 
 
 def kill_at_random(times: int, seed: int, config: dict, out: Path, data: Path, whole: dict) -> int:
@@ -303,7 +309,7 @@ def test_killed_at_random_moments(data, tmp_path, whole, seed):
 @pytest.mark.parametrize("number, name", list(enumerate(EIGHT_BIT)))
 def test_every_format_with_stochastic_rounding(data, tmp_path, whole, number, name):
     arm = dict(
-        format=name, storage="grid_stochastic",
+        format=name, storage="grid_stochastic", model="two-blocks",
         rule=("adamw", "grid_sgd", "stiffness_adamw", "riemannian_adamw")[number % 4],
     )
     config = {**SMALL, **arm, "name": "cut"}
@@ -401,13 +407,7 @@ def test_a_second_process_is_refused_in_one_line(data, tmp_path):
     changes = {**SMALL, "name": "cut", "max_steps": 100_000, "data": f"path:{data}/text.txt"}
     args = [arg for key, value in changes.items() for arg in ("--set", f"{key}={value}")]
     env = {**os.environ, "ALTGRAD_CACHE": f"{data}/cache"}
-    done = subprocess.run(
-        [ALTGRAD, "train", "e4m3_fp8", *args, "--out", str(tmp_path)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = preloaded.run("train", "e4m3_fp8", *args, "--out", tmp_path, env=env, timeout=60)
     alive = first.exitcode is None
     first.kill()
     first.join()
@@ -442,11 +442,8 @@ def test_a_signal_while_a_failure_is_written_down(data, tmp_path):
         for key, value in {**SMALL, "name": "lost", "data": f"path:{data}/text.txt"}.items()
         for arg in ("--set", f"{key}={value}")
     ]
-    command = [sys.executable, "-c", FAILS, "train", "e4m3_fp8", *settings, "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, env={**os.environ, "ALTGRAD_CACHE": f"{data}/cache"}, capture_output=True,
-        text=True, timeout=60,
-    )
+    env = {**os.environ, "ALTGRAD_CACHE": f"{data}/cache"}
+    done = preloaded.run_code(FAILS, "train", "e4m3_fp8", *settings, "--out", tmp_path, env=env)
     record = RunFolder(tmp_path / "lost").record()
     assert done.returncode == 1 and "no answer; the same command goes on" in done.stderr, (
         done.stderr

@@ -17,7 +17,7 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, combinations, product
 from pathlib import Path
 from types import MappingProxyType
@@ -86,12 +86,15 @@ class Study:
         "The confirmation runs of a cell at its tuned rate."
         return [self.rows[run] for run in self._planned(cell) if run in self.rows]
 
-    def _planned(self, cell: Arm) -> list[Arm]:
-        t = self.tuned.get(cell)
-        if t is None or t.missing: return []
-        tuned = replace(cell, lr=t.rates[t.best], split="confirm")
-        pairs = product(self.checkpoints, self.seeds)
-        return [replace(tuned, checkpoint=c, seed=s) for c, s in pairs]
+    def _planned(self, cell: Arm) -> list[Arm]: return self._confirmation.get(cell, [])
+
+    @cached_property
+    def _confirmation(self) -> dict[Arm, list[Arm]]:
+        "By cell, its runs at the tuned rate; made once, as every new arm checks its values."
+        pairs = list(product(self.checkpoints, self.seeds))
+        tuned = {cell: replace(cell, lr=t.rates[t.best], split="confirm")
+                 for cell, t in self.tuned.items() if not t.missing}
+        return {cell: [replace(arm, checkpoint=c, seed=s) for c, s in pairs] for cell, arm in tuned.items()}
 
     def powers(self, fmt: str, storage: str) -> list[float]:
         "The powers of a format under a storage whose tuning is complete, in order."

@@ -128,10 +128,11 @@ def make_base(base: Path) -> None:
     from altgrad.model import gpt as model
     from altgrad.training import tracking, trainer
     from altgrad.views import autopsy, watch  # noqa: F401
+    from kernels import with_kernels
 
     torch.set_num_threads(1)
     os.environ |= {
-        "ALTGRAD_CACHE": str(base / "cache"),
+        "ALTGRAD_CACHE": with_kernels(base / "cache"),
         "HOME": str(base),
         "COLUMNS": "120",
         "HF_HUB_OFFLINE": "1",
