@@ -6,8 +6,9 @@ import pytest
 
 from preloaded import IN_A_MOMENT
 
-# Each takes minutes. They begin, so that no worker is left alone with one of them at the end.
-LONG = ("hostile", "browser", "record", "cli", "gpu", "referee", "without_master", "evidence", "docs")
+# Each takes most of a minute, or more. They begin, so that no worker is left alone with one of them at the end.
+LONG = ("browser", "record", "cli", "survival", "package", "hostile", "referee", "evidence", "gpu", "ddp", "sweep",
+        "without_master", "contributing")
 
 
 def pytest_configure(config):

@@ -147,7 +147,8 @@ def test_a_failed_run_is_recorded_and_tried_again(here, monkeypatch):
 
 def test_replay(here, whole, capsys):
     row = find_row(Ledger(here / "one").rows(), next(iter(whole)))
-    assert replay(row, bench(here))[0] and "bit for bit" in replay(row, bench(here))[1]
+    agrees, text = replay(row, bench(here))
+    assert agrees and "bit for bit" in text
     assert not replay(
         {**row, "val_loss": row["val_loss"] + 1e-9, "commit": git_commit()}, bench(here)
     )[0]
