@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import preloaded
 from altgrad.basics import InputError
 from altgrad.evidence.cluster import RayWorkers
 from altgrad.evidence.instrument import Bench, Task, build_checkpoint
@@ -140,7 +141,7 @@ def test_a_killed_node_changes_no_row(here, cluster):
     assert len(rows_of(here / "ray")) == 4 * 5 + 4 * 2
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own():
     "A cluster of this process's own: two CPUs, and a GPU that Ray only counts."
     ray.init("local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
@@ -175,20 +176,12 @@ def test_runs_share_a_gpu(here, own):
 def test_no_cluster_is_one_line(here):
     (here / "matrix.yaml").write_text(MATRIX)
     command = [
-        ALTGRAD, "sweep", here / "matrix.yaml", "--out", here / "none", "--corpus",
-        f"tiny=path:{here / 'text.txt'}",
+        "sweep", here / "matrix.yaml", "--out", here / "none", "--corpus",
+        f"tiny=path:{here / 'text.txt'}", "--checkpoints", here / "checkpoints",
     ]
-    command += ["--checkpoints", here / "checkpoints"]
-    done = subprocess.run(
-        [*command, "--executor", "ray", "--ray-address", "127.0.0.1:1"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = preloaded.run(*command, "--executor", "ray", "--ray-address", "127.0.0.1:1")
     assert (
         done.returncode == 2 and "no Ray cluster at 127.0.0.1:1" in done.stderr.splitlines()[-1]
     ), done.stderr
-    done = subprocess.run(
-        [*command, "--ray-address", "127.0.0.1:1"], capture_output=True, text=True, timeout=60
-    )
+    done = preloaded.run(*command, "--ray-address", "127.0.0.1:1", timeout=60)
     assert done.returncode == 2 and "--executor ray" in done.stderr
