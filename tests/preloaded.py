@@ -3,8 +3,7 @@
 `run` and `start` run `altgrad` so, `run_python` a program, `run_code` one that is given as text, and
 `torchrun` one in several processes. All else is as from a shell: the entry point, arguments, environment,
 output, exit code and signals are the command's own. Tests of the start and of the end of an interpreter
-start the program itself. `IN_A_MOMENT`
-forks the workers of sweeps.
+start the program itself. `IN_A_MOMENT` forks the workers of sweeps.
 """
 import atexit
 import os
