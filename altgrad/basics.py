@@ -6,7 +6,7 @@
 __all__ = ['MESSAGE', 'LARGEST', 'LARGEST_RECORD', 'MOST_VALUES', 'MOST_LEVELS', 'COLORS', 'MARKERS', 'INK', 'one_line',
            'InputError', 'unknown', 'tell', 'WriteError', 'sync_folder', 'write_atomic', 'make_folder', 'cache_folder',
            'remove_leftovers', 'read_small', 'parse_yaml', 'read_yaml', 'parse_json', 'is_number', 'read_parquet',
-           'svg_bars', 'html_card', 'figure_style', 'in_figure_style']
+           'operator_name', 'svg_bars', 'html_card', 'figure_style', 'in_figure_style']
 
 # %% ../nbs/basics.ipynb #085f52e4
 import difflib
@@ -221,6 +221,14 @@ def read_parquet(
     import pyarrow.parquet as pq
 
     with open(path, "rb") as file: return pq.read_table(file, columns=columns).to_pylist()
+
+# %% ../nbs/basics.ipynb #opname02
+def operator_name(
+    module: str,  # `__name__` where the operator is defined
+    name: str,
+) -> str:
+    "Return the name under which torch is to know an operator: the package's, or in a notebook another."
+    return f"{module.partition('.')[0].strip('_')}::{name}"
 
 # %% ../nbs/basics.ipynb #91b682a6
 def svg_bars(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 from nbdev.doclinks import nbglob
 from nbdev.process import NBProcessor
@@ -145,3 +146,10 @@ def test_readme_is_in_sync():
         text=True,
     )
     if done.returncode: pytest.fail(done.stderr[-1000:], pytrace=False)
+
+
+def test_a_notebook_frees_no_operator_of_the_package():
+    "torch frees an operator when another is registered under its name; see `operator_name`."
+    cells = [cell.source for path in NOTEBOOKS for cell in nbformat.read(path, as_version=4).cells
+             if "custom_op(" in cell.source]
+    assert len(cells) >= 3 and all("custom_op(operator_name(__name__, " in source for source in cells)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/geometry/02_keeping.ipynb #29d8eb5a
+from ..basics import operator_name
 from ..numbers.formats import FP8Format, get_format, spec_of
 from ..numbers.kernels import EXPONENT_BITS, uniform
 from ..numbers.quantize import fake_quantize
@@ -41,7 +42,7 @@ def pack(
     return torch.maximum(normal, below).add_(sign).to(fmt.code_dtype)
 
 # %% ../../nbs/geometry/02_keeping.ipynb #b206c764
-@torch.library.custom_op("altgrad::unpack", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "unpack"), mutates_args=())
 def _operator(codes: Tensor, format: str) -> Tensor: return unpack(codes, get_format(format))
 
 @_operator.register_fake

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% ../../nbs/model/03_products.ipynb #b5898127
-from ..basics import InputError
+from ..basics import InputError, operator_name
 from ..numbers.formats import FP8Format
 from ..numbers.kernels import is_plain
 from ..geometry.storage import GridTensor
@@ -77,7 +77,7 @@ def multiplies_narrow(
     return any(_has_narrow_factors(m) for m in model.modules() if isinstance(m, QuantizedLinear))
 
 # %% ../../nbs/model/03_products.ipynb #88364413
-@torch.library.custom_op("altgrad::narrow_product", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "narrow_product"), mutates_args=())
 def _narrow_product(a: Tensor, b: Tensor) -> Tensor:
     with _narrow_products(): return a @ b
 

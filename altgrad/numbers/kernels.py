@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/numbers/02_kernels.ipynb #7f629262
-from ..basics import InputError, one_line, unknown
+from ..basics import InputError, one_line, operator_name, unknown
 from . import native as N
 from .formats import (PRECISION, FP8Format, check_float, get_format, is_dense,
                                      is_whole, kind_of, spec_of, unit_in_first_place)
@@ -742,7 +742,7 @@ def _refuse_overflow(over: Tensor, fmt: FP8Format) -> None:
         )
 
 # %% ../../nbs/numbers/02_kernels.ipynb #30260495
-@torch.library.custom_op("altgrad::fake_quantize", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "fake_quantize"), mutates_args=())
 def _operator(
     x: Tensor, scale: Optional[Tensor], key: Optional[Tensor],  # noqa: UP045
     format: str, rounding: str, overflow: str,
