@@ -17,7 +17,7 @@ from altgrad.evidence.instrument import (
     state_hash,
 )
 from altgrad.evidence.replicas import kind_if_stacked, kind_of
-from altgrad.evidence.sweep import rate, read_rows
+from altgrad.evidence.sweep import Ledger, rate, read_rows
 from altgrad.model.gpt import GPT, GPTConfig
 
 from tiny import TASK, TEXT, load_experiment
@@ -255,6 +255,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys)
     arms = "FP32", "E7M0 stochastic"
     small = {name: sizes.Part("tiny", 12, 4, seeds, arms) for name, seeds in (("tune", 0), ("0.1m", 2))}
     monkeypatch.setattr(sizes, "PARTS", small)
+    monkeypatch.setattr(sizes, "stored", lambda: [])
     monkeypatch.setattr(sizes, "TUNE_SEEDS", (1000,))
     monkeypatch.setattr(sizes.Part, "task", TASK)
     monkeypatch.setattr(sizes, "bench_of", lambda part, out: Bench(out / "checkpoints", texts, TASK,
@@ -277,3 +278,17 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys)
     assert {row["run"]: row["val_loss"] for row in again} == {row["run"]: row["val_loss"] for row in rows}
     assert len(again) == len(rows)
     with pytest.raises(SystemExit): run("--part", "9m")
+
+
+def test_an_empty_folder_begins_with_what_is_stored(tmp_path):
+    rows = sizes.stored()
+    if not rows: pytest.skip("nothing is stored")
+    sizes.begin(tmp_path)
+    assert len(Ledger(tmp_path).rows()) == len(rows)
+    sizes.begin(tmp_path)  # a second time nothing is added
+    assert sizes.sweep_of("tune", tmp_path).plan().stage == "done"  # and nothing is tuned again
+    sweep = sizes.sweep_of("0.1m", tmp_path)
+    sweep.build()
+    lacking = len(sweep.plan().jobs)
+    there = sum(row["matrix"] == "0.1m" for row in rows)
+    assert lacking == len(sizes.ARMS) * sizes.PARTS["0.1m"].seeds - there

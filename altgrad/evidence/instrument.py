@@ -148,7 +148,7 @@ def state_hash(
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(f"{name} {tuple(state[name].shape)}".encode())
-        digest.update(state[name].detach().float().contiguous().numpy().tobytes())
+        digest.update(state[name].detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 # %% ../../nbs/evidence/00_instrument.ipynb #eb4935c5
@@ -350,11 +350,12 @@ class Bench:
         data: Mapping[str, str] | None = None,  # by label, e.g. {"eurlex": "path:laws.txt"}; `stdlib` is known
         task: Task = Task(),
         cache: Path | str | None = None,  # of prepared texts, see `load_corpus`
+        device: str = "cpu",  # where models are; on another than a CPU a run is no function of its identity alone
     ):
         self.folder = Path(checkpoints)
         self.data = {"stdlib": "stdlib", **(data or {})}
         self.task = task
-        self.cache = cache
+        self.cache, self.device = cache, device
         self.code = code_here()
         self._corpora: dict[str, Corpus] = {}
         self._states: dict[str, tuple[dict[str, Tensor], str]] = {}
@@ -386,7 +387,7 @@ class Bench:
         "A fresh model with the checkpoint's weights."
         model = blank_model(recipe_of(checkpoint)[0])
         model.load_state_dict(self.state(checkpoint)[0])
-        return model
+        return model.to(self.device)
 
     def with_task(self, task: Task) -> "Bench":
         "A bench for another task that reads the same texts and checkpoints, once for both."
@@ -426,7 +427,8 @@ def build_checkpoint(
 # %% ../../nbs/evidence/00_instrument.ipynb #595ac38f
 VERSION = 1  # of the instrument: raised where a change alters the results of every run
 MODULES = (  # those that a run's numbers pass through
-    "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/native", "numbers/scaling", "numbers/blocks",
+    "numbers/formats", "numbers/quantize", "numbers/kernels", "numbers/native", "numbers/rule_loops",
+    "numbers/scaling", "numbers/blocks",
     "geometry/spacing", "geometry/keeping", "geometry/rivals/kahan", "geometry/rivals/split",
     "geometry/rivals/wide", "geometry/storage", "geometry/optim", "geometry/rivals/lion",
     "geometry/rivals/eco", "geometry/rivals/average", "geometry/rivals/moments",
@@ -793,8 +795,8 @@ def _train(
         share = ramp(step, task.steps, task.warmup)
         for group in rule.param_groups: group["lr"] = arm.lr * share
         for p in weights.used + weights.rest: p.grad = None
-        loss = loss_of(model, *get_batch(corpus.train, task.batch_size, model.config.block_size,
-                                         arm.seed, step))
+        batch = get_batch(corpus.train, task.batch_size, model.config.block_size, arm.seed, step)
+        loss = loss_of(model, *(tokens.to(bench.device) for tokens in batch))
         if not math.isfinite(loss.item()): break
         losses.append(loss.item())
         loss.backward()
@@ -810,7 +812,7 @@ def _validate(model: GPT, arm: Arm, bench: Bench) -> list[float]:
     x, y = validation_pieces(bench.corpus(arm.corpus).val, arm.split, model.config.block_size,
                              bench.task)
     model.eval()  # a point that remembers or draws stands still
-    losses = piece_losses(model, x, y, bench.task.chunks)
+    losses = piece_losses(model, x.to(bench.device), y.to(bench.device), bench.task.chunks)
     model.train()
     return losses
 

@@ -34,7 +34,7 @@ import bench_step
 import bench_without_master
 import engines
 from altgrad.basics import one_line, write_atomic
-from altgrad.evidence.instrument import Bench, Task, blank_model, recipe_of
+from altgrad.evidence.instrument import Bench, Task, blank_model, build_checkpoint, recipe_of, run_arm
 from altgrad.evidence.replicas import run_arms
 from altgrad.model.products import fast_bfloat16
 from altgrad.numbers import kernels
@@ -49,6 +49,7 @@ FEW = ("E4M3", "E7M0")  # formats of a dry run
 SIZES = {"cuda": (1 << 26, 1 << 28), "cpu": (1 << 14,)}  # elements: 256 MB and 1 GB
 CALLS = {"cuda": 10, "cpu": 1}  # in a row that are timed together
 ROUNDS = {"cuda": 11, "cpu": 3}
+LADDER = 210  # seconds in which runs of the ladder are begun
 
 Rows = Iterator[dict[str, Any]]
 
@@ -398,6 +399,35 @@ def rate(count: int, compiled: bool, bench: Bench, options: Namespace, device: s
     except Exception as e: return problem(what, "runs an hour", e)
     seconds = time.perf_counter() - began
     return row(what, 3600 * count / seconds, "runs an hour", "runs", also=f"{seconds:.3g} s for all")
+
+
+# the ladder of sizes
+
+
+def ladder_largest(device: str) -> Rows:
+    """The largest size of sizes.py, its arms in order of worth, one seed after the other, for as long as
+    the piece is expected to take; in a dry run two arms of the smallest."""
+    sizes, small = ladder(), device == "cpu"
+    size = sizes.SIZES[0] if small else sizes.LARGEST
+    task = Task(steps=4, batch_size=2, warmup=1, every=2, chunks=2, windows=2) if small else sizes.PARTS[size].task
+    jobs, until = sizes.runs_of(size, sizes.tuned_in(sizes.stored())), time.monotonic() + LADDER
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(folder, sizes.beside(sizes.RESULTS / "ledger")[0], task, Path(folder, "cache"), device)
+        for arm, _, job in jobs[:2] if small else jobs:
+            if time.monotonic() > until: break
+            build_checkpoint(bench, job.arm.checkpoint)
+            found = run_arm(job.arm, bench)
+            yield row(f"{size}, {arm}, seed {job.arm.seed}", found["val_loss"], "nats",
+                      also=f"{found['seconds']:.3g} s, peak rate {job.arm.lr:g}")
+
+
+def ladder() -> Any:
+    "sizes.py as a module."
+    path = ROOT / "nbs/studies/experiments/sizes.py"
+    spec = importlib.util.spec_from_file_location("sizes", path)
+    found = sys.modules["sizes"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 # batches

@@ -2,8 +2,9 @@
 
 python nbs/studies/experiments/sizes.py --out FOLDER [--part NAME,...] [--workers N] [--plan]
 
-All rows go to FOLDER/ledger.jsonl; the command goes on where it was stopped. `--plan` measures a few
-updates of each size and prints what is left to do, in hours; nothing is run.
+All rows go to FOLDER/ledger.jsonl; the command goes on where it was stopped. An empty folder begins
+with the rows that are stored, so that only what they lack is run. `--plan` measures a few updates of
+each size and prints what is left to do, in hours; nothing is run.
 `python .ci/ledger.py FOLDER/ledger.jsonl nbs/results/sizes` stores the rows for the page,
 nbs/studies/sizes.ipynb, which says what is expected.
 """
@@ -24,7 +25,7 @@ from altgrad.evidence.instrument import (
     RECIPES, Arm, Bench, Task, Weights, arm_values, blank_model, make_rule, rest_rule,
 )
 from altgrad.evidence.sweep import (
-    Job, Matrix, Plan, Sweep, Tuning, beside, loss_of_row, plan, tuning,
+    Job, Ledger, Matrix, Plan, Sweep, Tuning, beside, loss_of_row, plan, read_rows, tuning,
 )
 from altgrad.geometry.catalogue import RULES
 from altgrad.model.gpt import loss_of
@@ -365,6 +366,20 @@ def verdict_of_line(losses: Losses) -> dict[str, str]:
             "at least half of the intervals hold": HOLDS if found.covered >= 0.5 * found.made else REFUTED}
 
 
+def stored() -> list[dict[str, Any]]:
+    "The rows that the page shows."
+    files = sorted((RESULTS / "sizes").glob("*.parquet"))
+    return [row for file in files for row in read_rows(file)]
+
+
+def begin(out: Path) -> None:
+    "Puts the stored rows into an empty ledger."
+    ledger = Ledger(out)
+    if ledger.rows(): return
+    with ledger.writing() as append:
+        for row in stored(): append(row)
+
+
 class Tune(Sweep):
     "The search for the rates of the smallest size."
     def plan(self) -> Plan:
@@ -375,8 +390,10 @@ class Tune(Sweep):
 
 class Runs(Sweep):
     "Runs of a part whose rates are known."
-    def __init__(self, name: str, out: Path, bench: Bench, rates: Mapping[str, Tuned]):
-        super().__init__(PARTS[name].matrix(name), out, bench)
+    def __init__(
+        self, name: str, out: Path, bench: Bench, rates: Mapping[str, Tuned], accept: Iterable[str] = (),
+    ):
+        super().__init__(PARTS[name].matrix(name), out, bench, accept)
         self.jobs = [job for _, _, job in runs_of(name, rates)]
 
     def plan(self) -> Plan:
@@ -394,12 +411,13 @@ def bench_of(part: Part, out: Path) -> Bench:
 def sweep_of(name: str, out: Path) -> Sweep:
     "The runs of a part; InputError before the rates are tuned."
     bench = bench_of(PARTS[name], out)
-    tune = Tune(PARTS["tune"].matrix("tune"), out, bench)
+    codes = {row["code"] for row in stored() if row.get("code")}
+    tune = Tune(PARTS["tune"].matrix("tune"), out, bench, codes)
     tune.build()
     if name == "tune": return tune
     if tune.plan().stage != "done": raise InputError("the rates are not tuned: run --part tune")
     found = {NAMES[plain(arm)]: best_of(t) for arm, t in tune.plan().found.items()}
-    return Runs(name, out, bench, found)
+    return Runs(name, out, bench, found, codes)
 
 
 def milliseconds(arm: Arm, part: Part, times: int = 2) -> float:
@@ -431,9 +449,12 @@ def show_plan(names: Iterable[str], out: Path, workers: int) -> None:
     total = 0.0
     for name in names:
         part = PARTS[name]
-        try: jobs = sweep_of(name, out).plan().jobs
+        try: sweep = sweep_of(name, out)
         except InputError:
             jobs = [job for _, _, job in runs_of(name, {arm: Tuned(1e-3, "") for arm in ARMS})]
+        else:
+            sweep.build()  # a run is known by the hash of its first weights
+            jobs = sweep.plan().jobs
         cost = []
         for job in jobs:
             key = part.size, part.batch, job.arm.storage, job.arm.rule, job.arm.format
@@ -455,6 +476,7 @@ def main() -> int:
     args = parser.parse_args()
     chosen, failed = args.part.split(","), 0
     if not set(chosen) <= set(PARTS): parser.error(f"the parts are {', '.join(PARTS)}")
+    begin(args.out)
     if args.plan:
         show_plan(chosen, args.out, args.workers)
         return 0
