@@ -16,6 +16,7 @@ from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT, get_format, ulp, unit_in_first_place
 from altgrad.numbers import kernels, native
 from altgrad.numbers.kernels import rounding_key, uniform
+from altgrad.numbers.rule_loops import NAMES
 from altgrad.numbers.scaling import compute_scale
 from altgrad.geometry import optim
 from altgrad.geometry.spacing import (
@@ -333,6 +334,13 @@ def calls_of_loops(monkeypatch) -> list[str]:
         return found
     monkeypatch.setattr(optim, "_loop_call", noted)
     return called
+
+
+def test_every_loop_is_called(with_loops, monkeypatch):
+    "A loop that refuses all it is given would have torch's bits, too."
+    called = calls_of_loops(monkeypatch)
+    for make in LOOPED.values(): moved(make, weights(64))
+    assert set(called) == {loop.name for loop in optim._looped.values()} <= set(NAMES)
 
 
 def test_loops_are_used_and_only_where_they_serve(with_loops, monkeypatch):

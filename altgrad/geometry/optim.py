@@ -326,8 +326,9 @@ def _loops_for(w: Tensor) -> Any:
         K.note_eager(w)
         return None
     chosen = getattr(_chosen, "loops", None)
-    use = not compare_loops() if chosen is None else chosen
-    return library if use else None
+    if chosen is not None: return library if chosen else None
+    if loops["differ"] is None: compare_loops()
+    return None if loops["differ"] else library
 
 # %% ../../nbs/geometry/04_optim.ipynb #loops003
 _EACH = {"w", "g", "x", "m", "v", "buffer", "step", "squares"}  # arguments with a number for each element

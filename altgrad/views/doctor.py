@@ -62,7 +62,7 @@ def paths() -> dict[str, str]:
         "compiler": compiler(),
         "rounding, counts": kernels.path_text(devices()[-1].type),
         "sums of monitors": "as rounding; on a GPU in a compiled pass where a tensor is large",
-        "writes on the grid": "rounded as above; small tensors together, by torch's own operations",
+        "writes on the grid": "rounded as above; small tensors together",
         "shadow in FP32": "torch's float32 products, uncompiled",
         "update rules": f"{loops_text()}; a rule's own setting `compiled` overrides",
         "a training step": "compiled on CUDA, eager on a CPU; a run's setting `compile` overrides",
