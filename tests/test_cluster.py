@@ -30,6 +30,14 @@ task: {steps: 60, batch_size: 4, warmup: 2, chunks: 4, windows: 2, every: 20}
 NOISE = ("seconds", "finished")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def not_nice():
+    "Ray gives way to all other processes; beside other tests its runs would take ten times as long."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")
+        yield
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     "A folder with two texts, a cache and a checkpoint."
