@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 # %% ../../nbs/training/04_trainer.ipynb #600d93a9
 import torch
@@ -191,10 +191,16 @@ class Compute:
 # %% ../../nbs/training/04_trainer.ipynb #10360b1c
 class Learner:
     "A model, its data and its optimizers, and the parts of an update."
-    def __init__(self, config: TrainConfig, corpus: Corpus, compute: Compute):
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        compute: Compute,
+        weights: Mapping[str, torch.Tensor] | None = None,  # to begin with, see `make_model`
+    ):
         labelled = corpus if isinstance(corpus, LabelledCorpus) else None
         self.config, self.corpus, self.compute = config, corpus, compute
-        self.model = make_model(config, corpus.vocab_size, compute.device, labelled)
+        self.model = make_model(config, corpus.vocab_size, compute.device, labelled, weights)
         self.optimizers = make_optimizers(self.model, config)
         self.loss = CompiledLoss(self.model, compute.compiled)
 
@@ -441,18 +447,34 @@ def _quantize(model: GPT, c: TrainConfig) -> None:
     points = PrecisionConfig((*parse_rules(c.rules), *head), default=everyone)
     quantize_model(model, config=points, skip=() if head else SKIP, seed=c.seed)
 
+# %% ../../nbs/training/04_trainer.ipynb #begin001
+def _begin_with(model: GPT, weights: Mapping[str, torch.Tensor]) -> None:
+    "Gives a model another one's weights, but for a head that only one of them has."
+    def body(names: Iterable[str]) -> set[str]:
+        return {name for name in names if name.split(".")[0] not in HEADS.values()}
+    own = model.state_dict()
+    for name in sorted(body(own) | body(weights)):
+        shapes = [tuple(of[name].shape) if name in of else "absent" for of in (own, weights)]
+        if shapes[0] != shapes[1]:
+            raise InputError(f"the weights to begin with are of another model: {name} is {shapes[1]}, "
+                             f"not {shapes[0]}")
+    model.load_state_dict({name: x for name, x in weights.items() if name in own}, strict=False)
+
 # %% ../../nbs/training/04_trainer.ipynb #b7447f30
 def make_model(
     c: TrainConfig,
     vocab_size: int,  # of the tokenizer
     device: torch.device,
     labelled: LabelledCorpus | None = None,  # the documents, where the task is to label them
+    weights: Mapping[str, torch.Tensor] | None = None,  # a GPT's by name, to begin with; None: random ones
 ) -> GPT:
-    "Make the run's GPT with its initial weights, quantized if the config names a format."
+    """Make the run's GPT with its initial weights, quantized if the config names a format;
+    InputError where `weights` are not those of its body."""
     torch.manual_seed(c.seed)
     shape = preset(c.model, vocab_size=vocab_size, block_size=c.block_size, dropout=c.dropout)
     if labelled: model: GPT = Classifier(shape, labelled.pad, labelled.targets["train"].mean(0))
     else: model = GPT(shape)
+    if weights is not None: _begin_with(model, weights)
     model = model.to(device)
     rounds = any((c.format, c.activation, c.gradient, c.weight_gradient, c.head, c.rules))
     if rounds and STORAGES[c.storage].quantized: _quantize(model, c)

@@ -1,9 +1,10 @@
 """The second task: which EuroVoc labels an act carries, in every arm of the second protocol.
 
-python nbs/studies/experiments/labels.py --acts ACTS.jsonl --labels LABELS.json --out FOLDER
+python nbs/studies/experiments/labels.py --acts ACTS.jsonl --labels LABELS.json --out FOLDER [--workers N]
 python nbs/studies/experiments/labels.py --out FOLDER --store
 
-The first makes the runs, tuned and then confirmed, and goes on where it was stopped. ACTS.jsonl has
+The first pretrains a model for each seed on the text of the acts that train, makes the runs, tuned and
+then confirmed, and goes on where it was stopped. ACTS.jsonl has
 one act of the European Union a line, with `title`, `text`, `eurovoc_ids` and `data_type` (train, dev,
 test); LABELS.json lists the labels, with `id` and `label`. The second writes what is finished to
 nbs/results/labels, for nbs/studies/second_task.ipynb.
@@ -11,7 +12,9 @@ nbs/results/labels, for nbs/studies/second_task.ipynb.
 import argparse
 import json
 import statistics
-from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, fields
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
@@ -20,19 +23,21 @@ import torch
 from torch import Tensor
 
 from altgrad.basics import InputError, tell, write_atomic
-from altgrad.model.gpt import label_scores
+from altgrad.evidence.instrument import state_hash
+from altgrad.model.gpt import GPT, label_scores
 from altgrad.training.config import TrainConfig
-from altgrad.training.data import LabelledCorpus, load_labelled
+from altgrad.training.data import Corpus, LabelledCorpus, load_labelled
 from altgrad.training.experiment import HOLDS, OPEN, REFUTED, Interval, interval
 from altgrad.training.tracking import code_commit, machine, versions
-from altgrad.training.trainer import Trainer
+from altgrad.training.trainer import Compute, Learner, Trainer, trained_model
 
 HERE = Path(__file__).resolve().parents[2] / "results/labels"
 SPLITS = {"train": "train", "dev": "validation", "test": "test"}  # of the acts, and in lex_glue
-STEPS, TOKENS, VOCABULARY = 600, 128, "bpe-4000"
+STEPS, TOKENS, VOCABULARY = 300, 128, "bpe-4000"
+PRETRAINING = 1000  # updates on the next token
 RATES = tuple(1e-3 * 2.0**k for k in (-1, 0, 1, 2, 3))  # at first
 MOST = 4  # rates that are added, one at a time, beyond the edge that is best
-TUNE, CONFIRM = (1000, 1001), tuple(range(8))  # seeds
+TUNE, CONFIRM = (1000, 1001), tuple(range(1, 9))  # seeds: of pretraining, of the head, of batches
 GRID = {"storage": "grid_stochastic"}
 HOW: dict[str, dict[str, Any]] = {
     "master": {}, "stochastic": GRID, "S^-1": {**GRID, "rule": "stiffness_adamw", "power": -1.0, "floor_octaves": 8.0},
@@ -87,33 +92,41 @@ def halves(corpus: LabelledCorpus) -> Halves:
 # runs
 
 
-def config_of(arm: str, lr: float, seed: int, data: str, steps: int) -> TrainConfig:
-    "The config of a run."
+def config_of(steps: int, seed: int, data: str, **more: Any) -> TrainConfig:
+    "The config of a run, or of a pretraining."
     return TrainConfig(
-        name="labels", model="gpt-tiny", data=data, tokenizer=VOCABULARY, task="multilabel",
-        max_steps=steps, batch_size=16, block_size=TOKENS, lr=lr, warmup_steps=min(40, steps),
-        eval_every=steps, eval_windows=1, compute_dtype="float32", device="cpu", seed=seed, **ARMS[arm],
+        model="gpt-tiny", data=data, tokenizer=VOCABULARY, max_steps=steps, batch_size=16, block_size=TOKENS,
+        warmup_steps=min(40, steps), eval_every=steps, eval_windows=1, compute_dtype="float32", device="cpu",
+        seed=seed, **more,
     )
 
 
+def pretrained(seed: int, corpus: LabelledCorpus, data: str, steps: int, out: Path) -> dict[str, Tensor]:
+    "The weights of a model of the next token of the acts that train; made once."
+    text = Corpus(**{f.name: getattr(corpus, f.name) for f in fields(Corpus)})
+    c = config_of(steps, seed, data, name=f"pretrained-{seed}", lr=2e-3, format=None, checkpoint_every=steps)
+    Trainer(c, out, text).run(progress=False)
+    return trained_model(out / c.name).state_dict()
+
+
 @torch.no_grad()
-def answers(trainer: Trainer, x: Tensor) -> Tensor:
+def answers(model: GPT, x: Tensor) -> Tensor:
     "The logits of documents."
-    assert trainer.model is not None
-    trainer.model.eval()
-    return torch.cat([trainer.model(piece) for piece in x.split(32)])
+    model.eval()
+    return torch.cat([model(piece) for piece in x.split(32)])
 
 
 def make_run(
-    arm: str, lr: float, seed: int, corpus: LabelledCorpus, data: str, steps: int, out: Path
+    arm: str, lr: float, seed: int, corpus: LabelledCorpus, data: str, steps: int, weights: dict[str, Tensor]
 ) -> tuple[dict[str, Any], Tensor]:
     "The row of a run, and its logits of the acts that confirm."
-    c = config_of(arm, lr, seed, data, steps)
-    trainer = Trainer(c, out / "trainer", corpus)
-    trainer.build()
-    for _ in trainer.steps(): pass
+    c = config_of(steps, seed, data, name="labels", task="multilabel", lr=lr, **ARMS[arm])
+    learner = Learner(c, corpus, Compute(c), weights)
+    learner.model.train()
+    for step in range(1, steps + 1):
+        learner.update(step, learner.forward_backward(learner.batches(step)), learner.clip())
     tuning, confirming = halves(corpus)
-    logits = [answers(trainer, x) for x, _ in (tuning, confirming)]
+    logits = [answers(learner.model, x) for x, _ in (tuning, confirming)]
     losses = [
         torch.nn.functional.binary_cross_entropy_with_logits(z, y).item()
         for z, (_, y) in zip(logits, (tuning, confirming))
@@ -122,7 +135,7 @@ def make_run(
     row = {
         "arm": arm, "lr": lr, "seed": seed, "tuning_loss": losses[0], "loss": losses[1],
         "threshold": level, **label_scores(logits[1] - level, confirming[1]),
-        "config": asdict(c) | {"data": "lex_glue/eurlex"}, "corpus": corpus.hash,
+        "config": asdict(c) | {"data": "lex_glue/eurlex"}, "corpus": corpus.hash, "begun": state_hash(weights),
     }
     return row, logits[1]
 
@@ -145,16 +158,25 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 
 class Runs:
     "The runs of a folder: made once, and kept as they come."
-    def __init__(self, out: Path, corpus: LabelledCorpus, data: str, steps: int = STEPS):
-        self.out, self.corpus, self.data, self.steps = out, corpus, data, steps
-        out.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self, out: Path, corpus: LabelledCorpus, data: str, steps: int = STEPS, pretraining: int = PRETRAINING,
+    ):
+        self.out, self.corpus, self.data, self.steps, self.pretraining = out, corpus, data, steps, pretraining
         self.path = out / "runs.jsonl"
         self.rows = {self.key(row): row for row in read_runs(self.path)}
+
+    def begin(self) -> None:
+        "Make the folder, and leave no line in it that a kill cut short."
+        self.out.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
-        _, targets = halves(corpus).second
-        known = prior(corpus.targets["train"], targets)
-        write_atomic(out / "prior.json", json.dumps(known) + "\n")
-        np.save(out / "targets.npy", targets.bool().numpy())
+        _, targets = halves(self.corpus).second
+        known = prior(self.corpus.targets["train"], targets)
+        write_atomic(self.out / "prior.json", json.dumps(known) + "\n")
+        np.save(self.out / "targets.npy", targets.bool().numpy())
+
+    def weights(self, seed: int) -> dict[str, Tensor]:
+        "What a run begins with."
+        return pretrained(seed, self.corpus, self.data, self.pretraining, self.out)
 
     @staticmethod
     def key(row: Mapping[str, Any]) -> tuple:
@@ -164,7 +186,7 @@ class Runs:
     def get(self, arm: str, lr: float, seed: int) -> dict[str, Any]:
         "A run's row."
         if (known := self.rows.get((arm, lr, seed, self.steps))) is not None: return known
-        row, logits = make_run(arm, lr, seed, self.corpus, self.data, self.steps, self.out)
+        row, logits = make_run(arm, lr, seed, self.corpus, self.data, self.steps, self.weights(seed))
         row |= {"commit": code_commit(), "machine": machine("cpu"), "versions": versions()}
         if seed in CONFIRM: np.save(self.out / file_of(row), logits.half().numpy())
         with self.path.open("a", encoding="utf-8") as file: file.write(json.dumps(row) + "\n")
@@ -186,16 +208,26 @@ class Runs:
         return min(rates, key=loss)
 
 
+    def arm(self, arm: str) -> None:
+        "Tune an arm, and confirm it at its own rate."
+        best = self.tuned(arm)
+        for seed in CONFIRM: self.get(arm, best, seed)
+
+
 def file_of(row: Mapping[str, Any]) -> str:
     "The name of the file of a run's logits."
     return f"{row['arm'].replace(' ', '_').replace('^', '')}-{row['seed']}.npy"
 
 
-def train(runs: Runs) -> None:
-    "Tunes every arm, then confirms each at its own rate."
-    best = {arm: runs.tuned(arm) for arm in ARMS}
-    for seed in CONFIRM:
-        for arm in ARMS: runs.get(arm, best[arm], seed)
+def train(runs: Runs, workers: int = 1) -> None:
+    "Pretrains, then tunes and confirms every arm; a worker has an arm for itself."
+    runs.begin()
+    if workers == 1:
+        for arm in ARMS: runs.arm(arm)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        list(pool.map(runs.weights, (*TUNE, *CONFIRM)))
+        list(pool.map(runs.arm, ARMS))
 
 
 def store(out: Path, to: Path = HERE) -> None:
@@ -363,13 +395,14 @@ def main() -> None:
     parser.add_argument("--acts", type=Path, help="the acts, one a line")
     parser.add_argument("--labels", type=Path, help="the labels")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--workers", type=int, default=1, help="processes, each with one thread")
     parser.add_argument("--store", action="store_true", help="store what is finished, and train nothing")
     given = parser.parse_args()
     if given.store: return store(given.out)
     if not (given.acts and given.labels): parser.error("give --acts and --labels, or --store")
     torch.set_num_threads(1)
     data = prepare(given.acts, given.labels, given.out / "acts")
-    train(Runs(given.out, load_labelled(data, VOCABULARY), data))
+    train(Runs(given.out, load_labelled(data, VOCABULARY), data), given.workers)
 
 
 if __name__ == "__main__": main()
