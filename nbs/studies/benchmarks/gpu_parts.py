@@ -410,7 +410,8 @@ def ladder_largest(device: str) -> Rows:
     sizes, small = ladder(), device == "cpu"
     size = sizes.SIZES[0] if small else sizes.LARGEST
     task = Task(steps=4, batch_size=2, warmup=1, every=2, chunks=2, windows=2) if small else sizes.PARTS[size].task
-    jobs, until = sizes.runs_of(size, sizes.tuned_in(sizes.stored())), time.monotonic() + LADDER
+    jobs = sizes.runs_of(size, sizes.tuned_in(sizes.stored(), sizes.PARTS[size].tuned))
+    until = time.monotonic() + LADDER
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(folder, sizes.beside(sizes.RESULTS / "ledger")[0], task, Path(folder, "cache"), device)
         for arm, _, job in jobs[:2] if small else jobs:

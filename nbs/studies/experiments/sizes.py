@@ -66,6 +66,7 @@ ARMS = {name: Arm(**{"rule": "adamw", "checkpoint": "scratch-0.1m-0", "lr": 0.0}
 CHECKED = ("E4M3 master", "E7M0 stochastic")  # at the neighbours of their rates
 
 TUNE_SEEDS, FIRST_SEED = (1000, 1001, 1002), 10  # of first weights and of batches alike
+TUNINGS = "tune", "tune-0.4m"  # parts that look for rates
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Part:
     arms: tuple[str, ...] = FIRST + LATER
     octaves: tuple[int, ...] = (0,)  # from the transferred rate
     of: str = ""  # the part whose other arms these are
+    tuned: str = "tune-0.4m"  # the part that finds its rates
 
     @property
     def recipe(self) -> str: return f"scratch-{self.size}"
@@ -90,22 +92,23 @@ class Part:
 
     def matrix(self, name: str) -> Matrix:
         "Its arms as a sweep has them; tuned where the name says so."
-        seeds = TUNE_SEEDS if name == "tune" else every_seed(self)
+        seeds = TUNE_SEEDS[: self.seeds] if name in TUNINGS else every_seed(self)
         cells = tuple((replace(ARMS[arm], checkpoint=f"{self.recipe}-{seeds[0]}"),
-                       RULES[ARMS[arm].rule].guess) for arm in self.arms)
+                       transferred(RULES[ARMS[arm].rule].guess, self.size, SIZES[0])) for arm in self.arms)
         return Matrix(name, 0, cells, tuple(f"{self.recipe}-{seed}" for seed in seeds), seeds, (),
                       task=self.task)
 
 
 # batches and updates double where parameters are four times as many: 1.04 bytes a parameter
 PARTS = {  # in the order of the runs
-    "tune": Part("0.1m", 400, 4, 0),
-    "0.1m": Part("0.1m", 400, 4, 12),
+    "tune": Part("0.1m", 400, 4, 3),
+    "0.1m": Part("0.1m", 400, 4, 12, tuned="tune"),
+    "tune-0.4m": Part("0.4m", 800, 8, 2),
     "0.4m": Part("0.4m", 800, 8, 8),
-    "check-0.4m": Part("0.4m", 800, 8, 4, CHECKED, (-1, 1)),
     "300": Part("0.4m", 300, 8, 4),
     "1200": Part("0.4m", 1200, 8, 4),
     "1.6m": Part("1.6m", 1600, 16, 4, FIRST),
+    "check-1.6m": Part("1.6m", 1600, 16, 4, CHECKED, (-1, 1)),
     "4800": Part("0.4m", 4800, 8, 4, FIRST),
     "1.6m-rest": Part("1.6m", 1600, 16, 4, LATER, of="1.6m"),
     "6.4m": Part("6.4m", 3200, 32, 2, FIRST),
@@ -116,7 +119,7 @@ PARTS = {  # in the order of the runs
 }
 ASKED = tuple(name for name in PARTS if name != "25m")
 SIZES, LENGTHS, CHECKS = (
-    ("0.1m", "0.4m", "1.6m", "6.4m"), ("300", "1200", "4800"), ("check-0.4m", "check-6.4m"))
+    ("0.1m", "0.4m", "1.6m", "6.4m"), ("300", "1200", "4800"), ("check-1.6m", "check-6.4m"))
 LARGEST = SIZES[-1]
 
 
@@ -134,13 +137,13 @@ def parameters(size: str) -> int:
     return 12 * recipe.n_layer * recipe.n_embd**2
 
 
-def transferred(lr: float, size: str, octave: int = 0) -> float:
+def transferred(lr: float, size: str, tuned: str, octave: int = 0) -> float:
     "The rate at a size: in proportion to one over the width, from the size that is tuned."
-    return float(f"{lr * width(PARTS['tune'].size) / width(size) * 2.0**octave:.6g}")
+    return float(f"{lr * width(tuned) / width(size) * 2.0**octave:.6g}")
 
 
 class Tuned(NamedTuple):
-    "The peak rate of an arm at the smallest size."
+    "The peak rate of an arm at a size that is tuned."
     lr: float
     edge: str  # `Tuning.edge`
 
@@ -157,11 +160,11 @@ NAMES = {plain(arm): name for name, arm in ARMS.items()}
 Row = Mapping[str, Any]
 
 
-def tuned_in(rows: Iterable[Row]) -> dict[str, Tuned]:
-    "The rates that stored rows of the tuning give, by arm; without those that are not done."
+def tuned_in(rows: Iterable[Row], name: str) -> dict[str, Tuned]:
+    "The rates that stored rows of a tuning give, by arm; without those that are not done."
     known = {Arm(**arm_values(row)): loss_of_row(row) for row in rows
-             if row["matrix"] == "tune" and row["stage"] == "tune" and not row.get("error")}
-    matrix = PARTS["tune"].matrix("tune")
+             if row["matrix"] == name and row["stage"] == "tune" and not row.get("error")}
+    matrix = PARTS[name].matrix(name)
     found = {arm: tuning(arm, middle, matrix, known.get) for arm, middle in matrix.cells}
     return {NAMES[plain(arm)]: best_of(t) for arm, t in found.items() if not t.missing}
 
@@ -172,8 +175,8 @@ def runs_of(name: str, rates: Mapping[str, Tuned]) -> list[tuple[str, int, Job]]
     known = [(arm, octave) for arm in part.arms if arm in rates for octave in part.octaves]
     for seed, (arm, octave) in product(every_seed(part), known):
         lr, edge = rates[arm]
-        run = replace(ARMS[arm], lr=transferred(lr, part.size, octave), split="confirm", seed=seed,
-                      checkpoint=f"{part.recipe}-{seed}")
+        here = transferred(lr, part.size, PARTS[part.tuned].size, octave)
+        run = replace(ARMS[arm], lr=here, split="confirm", seed=seed, checkpoint=f"{part.recipe}-{seed}")
         found.append((arm, octave, Job(run, "confirm", edge)))
     return found
 
@@ -182,14 +185,15 @@ Losses = Mapping[tuple[str, str], Mapping[int, float]]  # by part and arm, then 
 
 
 def losses_of(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
-    "The confirmed losses of two seeds or more at the transferred rates; `ARM, x2` beside them."
-    rates, ends = tuned_in(rows), dict[tuple[str, Arm], float]()
+    "The confirmed losses of two seeds or more at the rates of the plan; `ARM, x2` beside them."
+    rates, ends = {name: tuned_in(rows, name) for name in TUNINGS}, dict[tuple[str, Arm], float]()
     for row in rows:
         if row["stage"] == "confirm" and not row.get("error"):
             ends[row["matrix"], Arm(**arm_values(row))] = row["val_loss"]
     losses: dict[tuple[str, str], dict[int, float]] = {}
     for name, part in PARTS.items():
-        for arm, octave, job in runs_of(name, rates):
+        if name in TUNINGS: continue
+        for arm, octave, job in runs_of(name, rates[part.tuned]):
             key = part.of or name, arm if octave == 0 else f"{arm}, x{2.0**octave:g}"
             if (name, job.arm) in ends:
                 losses.setdefault(key, {})[job.arm.seed] = ends[name, job.arm]
@@ -412,10 +416,11 @@ def sweep_of(name: str, out: Path) -> Sweep:
     "The runs of a part; InputError before the rates are tuned."
     bench = bench_of(PARTS[name], out)
     codes = {row["code"] for row in stored() if row.get("code")}
-    tune = Tune(PARTS["tune"].matrix("tune"), out, bench, codes)
+    tuning_part = name if name in TUNINGS else PARTS[name].tuned
+    tune = Tune(PARTS[tuning_part].matrix(tuning_part), out, bench_of(PARTS[tuning_part], out), codes)
     tune.build()
-    if name == "tune": return tune
-    if tune.plan().stage != "done": raise InputError("the rates are not tuned: run --part tune")
+    if name == tuning_part: return tune
+    if tune.plan().stage != "done": raise InputError(f"the rates are not tuned: run --part {tuning_part}")
     found = {NAMES[plain(arm)]: best_of(t) for arm, t in tune.plan().found.items()}
     return Runs(name, out, bench, found, codes)
 
