@@ -77,6 +77,7 @@ def content() -> list[tuple[str, Any]]:
     blocks = found("narrow_formats", r"(Under the scales of blocks.*?\(R² [\d.]+\))")[1]
     averaged = found("the_answer", r"wins ([-+][\d.]+) \[[^]]*\] nats, and S\^-1 ends\s+([-+][\d.]+)")
     twelve = found("the_answer", r"where \d+ comparisons were tuned\s+anew \((.*?)\), S\^-1")[1]
+    scratch = found("the_answer", r"Trained from scratch\s+it wins (.*?)\. ")[1]
     missed = found("narrow_formats", r"(What missed is .*?\(a factor of [\d.]+\))")[1]
     return [
         ("head", "Which format gains most"),
@@ -111,9 +112,9 @@ def content() -> list[tuple[str, Any]]:
             f"That an average of AdamW's weights would do as well in E7M0: tuned alike, it wins {averaged[1]} nats, "
             f"and S^-1 ends {averaged[2]} below it. That all this is one model of 0.1M weights, fine-tuned for "
             f"{Task().steps} updates on one text, and once more with the two texts exchanged: conceded, though "
-            f"the comparisons were tuned anew on twelve other checkpoints ({twelve}). Whether it "
-            "holds for larger models and longer runs is not known; the runs that would say so are written down and "
-            "not made."
+            f"the comparisons were tuned anew on twelve other checkpoints ({twelve}), and from scratch the gain in E7M0 "
+            f"is {scratch}. Whether it holds for larger models and longer runs is not known; the runs that would say "
+            "so are written down and not made."
         )),
     ]
 
