@@ -72,6 +72,25 @@ def test_the_acts_keep_their_labels_and_their_order(small):
     assert y[0].tolist() == [float(name == "metal") for name in corpus.labels]
 
 
+def test_an_empty_folder_begins_with_what_is_stored(made, small, tmp_path, monkeypatch):
+    corpus, data = small
+    read = labels.read_stored
+    monkeypatch.setattr(labels, "read_stored", lambda: read(made[0] / "stored"))
+    made_again = []
+    monkeypatch.setattr(labels, "make_run", lambda *a: made_again.append(a[:3]))
+    runs = labels.Runs(tmp_path / "out", corpus, data, steps=1, pretraining=1)
+    labels.train(runs)
+    assert not made_again
+    labels.store(tmp_path / "out", tmp_path / "stored")
+    for name in ("runs.jsonl", "prior.json"):
+        assert (tmp_path / "stored" / name).read_bytes() == (made[0] / "stored" / name).read_bytes()
+    there, here = (read(folder).answers for folder in (made[0] / "stored", tmp_path / "stored"))
+    assert there.keys() == here.keys() and all(np.array_equal(there[k], here[k]) for k in there)
+    longer = labels.Runs(tmp_path / "longer", corpus, data, steps=2, pretraining=1)
+    longer.begin()
+    assert not longer.rows  # runs of another length are another study's
+
+
 def test_a_run_begins_with_what_was_pretrained_with_its_seed(made, small):
     corpus, data = small
     runs = labels.Runs(made[0] / "out", corpus, data, steps=1, pretraining=1)

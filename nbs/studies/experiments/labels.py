@@ -4,7 +4,7 @@ python nbs/studies/experiments/labels.py --acts ACTS.jsonl --labels LABELS.json 
 python nbs/studies/experiments/labels.py --out FOLDER --store
 
 The first pretrains a model for each seed on the text of the acts that train, makes the runs, tuned and
-then confirmed, and goes on where it was stopped. ACTS.jsonl has
+then confirmed, and goes on where it was stopped; an empty folder begins with what is stored. ACTS.jsonl has
 one act of the European Union a line, with `title`, `text`, `eurovoc_ids` and `data_type` (train, dev,
 test); LABELS.json lists the labels, with `id` and `label`. The second writes what is finished to
 nbs/results/labels, for nbs/studies/second_task.ipynb.
@@ -166,13 +166,21 @@ class Runs:
         self.rows = {self.key(row): row for row in read_runs(self.path)}
 
     def begin(self) -> None:
-        "Make the folder, and leave no line in it that a kill cut short."
+        "Make the folder: an empty one has what is stored; no line stays that a kill cut short."
         self.out.mkdir(parents=True, exist_ok=True)
+        if not self.rows: self.take_up(read_stored())
         write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
         _, targets = halves(self.corpus).second
         known = prior(self.corpus.targets["train"], targets)
         write_atomic(self.out / "prior.json", json.dumps(known) + "\n")
         np.save(self.out / "targets.npy", targets.bool().numpy())
+
+    def take_up(self, stored: "Stored") -> None:
+        "Take over the stored runs of this study."
+        for row in stored.rows:
+            if (row["corpus"], row["config"]["max_steps"]) != (self.corpus.hash, self.steps): continue
+            self.rows[self.key(row)] = row
+            if row["seed"] in CONFIRM: np.save(self.out / file_of(row), stored.answers[file_of(row)[:-4]])
 
     def weights(self, seed: int) -> dict[str, Tensor]:
         "What a run begins with."
