@@ -111,10 +111,10 @@ def content() -> list[tuple[str, Any]]:
         ("text", (
             f"That an average of AdamW's weights would do as well in E7M0: tuned alike, it wins {averaged[1]} nats, "
             f"and S^-1 ends {averaged[2]} below it. That all this is one model of 0.1M weights, fine-tuned for "
-            f"{Task().steps} updates on one text, and once more with the two texts exchanged: conceded, though "
-            f"the comparisons were tuned anew on twelve other checkpoints ({twelve}), and from scratch the gain in "
-            f"E7M0 is {scratch}. Whether it holds for larger models and longer runs is not known; the runs that would say "
-            "so are written down and not made."
+            f"{Task().steps} updates on one text, and once more with the two texts exchanged: conceded, though the "
+            f"comparisons were tuned anew on twelve other checkpoints ({twelve}), and from scratch the gain in E7M0 "
+            f"is {scratch}. Whether it holds for larger models and longer runs is not known; the runs that would "
+            "say so are written down and not made."
         )),
     ]
 
