@@ -215,7 +215,6 @@ class Runs:
             else: return best
         return min(rates, key=loss)
 
-
     def arm(self, arm: str) -> None:
         "Tune an arm, and confirm it at its own rate."
         best = self.tuned(arm)
