@@ -466,7 +466,7 @@ def make_model(
     vocab_size: int,  # of the tokenizer
     device: torch.device,
     labelled: LabelledCorpus | None = None,  # the documents, where the task is to label them
-    weights: Mapping[str, torch.Tensor] | None = None,  # a GPT's by name, to begin with; None: random ones
+    weights: Mapping[str, torch.Tensor] | None = None,  # a GPT's by name, of its shapes, to begin with; None: random
 ) -> GPT:
     """Make the run's GPT with its initial weights, quantized if the config names a format;
     InputError where `weights` are not those of its body."""
