@@ -1,5 +1,6 @@
 """What the notebook of the update rules cannot show: pickling, non-contiguous weights, both dtypes,
 every format against geoopt, and the fast arithmetic against the plain one."""
+import ctypes
 import math
 import pickle
 import subprocess
@@ -323,6 +324,45 @@ def test_loops_see_what_is_not_finite_and_large_tensors_as_torch_does(with_loops
     for odd in (math.inf, -math.inf, math.nan):
         w[5] = odd
         assert same_bits(moved(make, w[:99], "E5M2"), moved(make, w[:99], "E5M2", eager=True)), odd
+
+
+@pytest.fixture
+def threads():
+    "Sets how many threads torch has."
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# to both sides of a vector, a row, a level of 16 rows, a second one, and of what torch gives to a thread
+LENGTHS = (1, 3, 4, 5, 7, 8, 9, 15, 16, 31, 32, 33, 63, 511, 512, 513, 1000, 1023, 1025, 8191, 8192, 8225, 32767, 32768,
+           32769, 40_000, 65_537, 131_105, 262_144, 300_001, 2_000_003)
+
+
+@pytest.mark.parametrize("many", [1, 2, 3, 11])
+def test_sums_are_torchs(with_loops, threads, many):
+    "Where a process has found that they are: torch may add otherwise on other machines."
+    if not optim.loops["sums"]: pytest.skip("torch adds in another order here")
+    threads(many)
+    library, chance = native.find_library(), torch.Generator().manual_seed(7)
+    for n in LENGTHS:
+        x, found = torch.randn(n, generator=chance).square_(), ctypes.c_float()
+        library.sum_float32(x.data_ptr(), found, n, many, native.shared(native.Call(), n))
+        assert found.value == x.sum().item(), n
+
+
+@pytest.mark.parametrize("many", [1, 2, 3])
+def test_loops_add_up_as_many_threads_do(with_loops, threads, monkeypatch, many):
+    threads(many)
+    w = weights(70_003)
+    rules = (partial(StiffnessAdamW, lr=1e-2), partial(StiffnessAdamW, lr=1e-2, placement="gradient"),
+             partial(StiffnessSGD, lr=1e-2, momentum=0.9), partial(GridSGD, lr=0.5))
+    agree = optim.loops["sums"]
+    for make in rules:
+        expected = moved(make, w, eager=True)
+        for sums in (agree, False):  # False: the squares go into memory, and torch adds them up
+            monkeypatch.setitem(optim.loops, "sums", sums)
+            assert same_bits(moved(make, w), expected), (make, sums)
 
 
 def calls_of_loops(monkeypatch) -> list[str]:

@@ -26,7 +26,7 @@ from ..numbers.blocks import BlockScales, block_scales
 from ..numbers.formats import FP8Format, get_format
 from ..numbers import kernels as K, native as N
 from ..numbers.kernels import CHUNK, draw_range, rounding_key, words_of
-from ..numbers.rule_loops import POWERS
+from ..numbers.rule_loops import MOST_THREADS, POWERS, SUMS
 from ..numbers.scaling import compute_scale, spread
 from .spacing import (STEPPED, LineNumbers, check_sign_magnitude, floor_at,
                                       formula_numbers, from_line, line_numbers, raw_stiffness,
@@ -290,9 +290,10 @@ def _part(x: Any, start: int, size: int, whole: int) -> Any:
 # %% ../../nbs/geometry/04_optim.ipynb #91b3f2aa
 def _run(group: dict[str, Any], function: Callable, w: Tensor, *args, whole: bool = False):
     """One pass over `w` and what is of its length; outside of compiled code by its loop in C++, or
-    part by part if it is not to be `whole`: what such a pass returns is lost."""
+    part by part if it is not to be `whole`: what such a pass returns is lost.
+    `_SUMMED` where sums stand in the first places of the memory for squares."""
     if group["compiled"]: return _compiled(function)(w, *args)
-    if _by_loop(function, (w, *args)): return None
+    if (done := _by_loop(function, (w, *args))) is not None: return _SUMMED if done else None
     size = CHUNK if w.device.type == "cpu" and not whole else len(w)
     if len(w) <= size: return function(w, *args)
     for start in range(0, len(w), size):
@@ -305,16 +306,20 @@ class _Loop(NamedTuple):
     arguments: tuple[str, ...]
     numbers: int  # how many `numbers` it reads
     changed: tuple[str, ...]  # the arguments that it writes, other than memory for what it leaves
+    sums: bool  # whether it can add up the squares that it leaves
 
+_SUMMED = object()
 _looped: dict[Callable, _Loop] = {}
-loops: dict[str, Any] = {"differ": None}  # whose bits: a rule's, "" for none; None before they are compared
+# whose bits differ: a rule's, "" for none, None before they are compared; and whether sums are torch's
+loops: dict[str, Any] = {"differ": None, "sums": False}
 _chosen = threading.local()  # by a comparison: whether this thread takes the loops
 
 def _has_loop(*changed: str, numbers: int = 0) -> Callable:
     "Mark a pass that has a twin in C++ under its name."
     def mark(function: Callable) -> Callable:
         arguments = tuple(inspect.signature(function).parameters)
-        _looped[function] = _Loop(function.__name__.strip("_"), arguments, numbers, changed)
+        name = function.__name__.strip("_")
+        _looped[function] = _Loop(name, arguments, numbers, changed, name in SUMS)
         return function
     return mark
 
@@ -368,6 +373,7 @@ def _loop_call(loop: _Loop, bound: dict[str, Any]) -> tuple | None:
         if found is None: return None
         tensors += found
         if name in _EACH or name == "out": each += [a for a in found if a]
+    if loop.sums: settings.append(_threads_of_sums(bound))
     n, coins, call = bound["w"].numel(), bound.get("coins"), N.Call()
     if _overlap(each, n): return None
     if coins is not None:
@@ -376,18 +382,24 @@ def _loop_call(loop: _Loop, bound: dict[str, Any]) -> tuple | None:
     return ((ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int32 * len(settings))(*settings), n,
             N.shared(call, n))
 
-def _by_loop(function: Callable, args: tuple) -> bool:
-    "Make a pass by its loop; False where it has none, or the loop does not serve: then nothing has changed."
+def _threads_of_sums(bound: dict[str, Any]) -> int:
+    "As many as torch would add the squares of a pass with; 0 where they are not to be added up."
+    threads = torch.get_num_threads()
+    return threads if loops["sums"] and bound.get("normalize", True) and threads <= MOST_THREADS else 0
+
+def _by_loop(function: Callable, args: tuple) -> bool | None:
+    """Make a pass by its loop; whether it added up its squares. None where it has none, or the loop does not serve:
+    then nothing has changed."""
     loop = _looped.get(function)
     library = _loops_for(args[0]) if loop else None
-    if loop is None or library is None or len(args) != len(loop.arguments): return False
+    if loop is None or library is None or len(args) != len(loop.arguments): return None
     bound = dict(zip(loop.arguments, args))
     call = _loop_call(loop, bound)
-    if call is None or not getattr(library, f"{loop.name}_")(*call): return False
+    if call is None or not getattr(library, f"{loop.name}_")(*call): return None
     for name in loop.changed:
         x = bound[name]
         if x is not None and not x.is_inference(): torch.autograd.graph.increment_version(x)
-    return True
+    return loop.sums and bool(call[1][-1])
 
 # %% ../../nbs/geometry/04_optim.ipynb #8e1222f9
 def _numbers(w: Tensor, *values: float) -> Tensor:
@@ -464,6 +476,7 @@ def _run_bend(group: dict[str, Any], function: Callable, w: Tensor, *args) -> tu
     ratio = _run(group, function, w, *args, *how, whole=not how[1])
     if spare.dim() == 1: return spare, _numbers(w, 1.0)[0] if ratio is None else ratio
     out, before, after = spare
+    if ratio is _SUMMED: return out, _ratio(before[0], after[0])
     return out, _ratio(before.sum(), after.sum())
 
 # %% ../../nbs/geometry/04_optim.ipynb #79114eb3
@@ -856,7 +869,7 @@ class GridSGD(GeometryOptimizer):
         coins = self._coins(w, group, state) if stochastic else None
         momentum = _numbers(w, group["momentum"])[0]
         length = _run(group, _rung_pass, w, g, *moments, momentum, grid, spare)
-        if spare is not None: length = spare.mean().rsqrt()
+        if spare is not None: length = (spare[0] / len(w) if length is _SUMMED else spare.mean()).rsqrt()
         numbers = _numbers(
             w, 1 - group["lr"] * group["weight_decay"], -group["lr"], group["rung_clip"]
         )
@@ -907,6 +920,16 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     "Whether two float32 tensors are equal to the bit; NaN is NaN."
     return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())
 
+def _sums_are_torchs(library: Any) -> bool:
+    "Whether the loops add in torch's order: few numbers, many, and such as threads share."
+    for n in (5, 13, 1000, 20_000, 40_000, 300_001):
+        x, found = torch.linspace(0.1, 1, n, dtype=torch.float32, device="cpu").square_(), ctypes.c_float()
+        threads = torch.get_num_threads()
+        if threads > MOST_THREADS: return False
+        library.sum_float32(x.data_ptr(), ctypes.byref(found), n, threads, N.shared(N.Call(), n))
+        if found.value != x.sum().item(): return False
+    return True
+
 @torch.no_grad()
 def _first_to_differ() -> str:
     "The first rule whose loops end in other bits; empty where there is none."
@@ -922,8 +945,10 @@ def _first_to_differ() -> str:
 def compare_loops() -> str:  # empty: there is none, or there are no loops
     "Return the rule whose loops end in other bits than torch's operations on this machine; no rule takes loops then."
     with N.state["lock"]:
-        there = K.native(torch.empty(1, device="cpu")) is not None
-        if loops["differ"] is None and there: loops["differ"] = _first_to_differ()
+        library = K.native(torch.empty(1, device="cpu"))
+        if loops["differ"] is None and library is not None:
+            loops["sums"] = _sums_are_torchs(library)
+            loops["differ"] = _first_to_differ()
         return loops["differ"] or ""
 
 def loops_text() -> str:

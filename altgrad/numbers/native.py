@@ -592,6 +592,8 @@ def load_library(
         watch.argtypes, watch.restype = [*rows, *call, *[ctypes.c_double] * 3, ctypes.POINTER(Watched)], None
     library.moved_float32.argtypes = [tensor, tensor, size, size, tensor, tensor, *call, ctypes.POINTER(Moved)]
     library.moved_float32.restype = None
+    library.sum_float32.argtypes = [tensor, ctypes.POINTER(ctypes.c_float), size, size, ctypes.POINTER(Call)]
+    library.sum_float32.restype = None
     for name in rule_loops.NAMES:
         run = getattr(library, f"{name}_")
         run.argtypes = [ctypes.POINTER(tensor), ctypes.POINTER(_I), size, ctypes.POINTER(Call)]
