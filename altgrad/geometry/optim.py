@@ -382,6 +382,7 @@ def _loop_call(loop: _Loop, bound: dict[str, Any]) -> tuple | None:
     return ((ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int32 * len(settings))(*settings), n,
             N.shared(call, n))
 
+# %% ../../nbs/geometry/04_optim.ipynb #loops010
 def _threads_of_sums(bound: dict[str, Any]) -> int:
     "As many as torch would add the squares of a pass with; 0 where they are not to be added up."
     threads = torch.get_num_threads()
