@@ -4,7 +4,6 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 # Tests run with an empty home folder: they neither write to yours nor find a key or a cache there, and they stay offline.
 # One thread each: two notebooks at a time with torch's default threads were over ten times slower on two busy cores (24 s against 280 s and more).
-# Three workers of pytest: on two cores, because many of its tests wait for a process that they started.
 ISOLATED := env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME -u XDG_DATA_HOME HOME="$(CURDIR)/.venv/home" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
@@ -36,7 +35,7 @@ test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks' 
 	@echo "== nbdev_test: every notebook runs, but for four that pytest runs from the wheel"
 	@$(ISOLATED) $(BIN)/nbdev_test --n_workers 2 --timing --skip_file_re '^[_.]|^($(FROM_WHEEL))\.ipynb$$'
 	@echo "== pytest: tests/"
-	@$(ISOLATED) $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests
+	@$(ISOLATED) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
 
 portable: $(INSTALLED) ## the notebooks and tests whose numbers pass through sums, computed as other machines would (an hour)
 	@mkdir -p .venv/home

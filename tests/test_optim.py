@@ -360,7 +360,7 @@ def test_loops_add_up_as_many_threads_do(with_loops, threads, monkeypatch, many)
     agree = optim.loops["sums"]
     for make in rules:
         expected = moved(make, w, eager=True)
-        for sums in (agree, False):  # False: the squares go into memory, and torch adds them up
+        for sums in (agree, False):  # False: torch's own operations make the passes that add
             monkeypatch.setitem(optim.loops, "sums", sums)
             assert same_bits(moved(make, w), expected), (make, sums)
 

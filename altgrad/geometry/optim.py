@@ -26,7 +26,7 @@ from ..numbers.blocks import BlockScales, block_scales
 from ..numbers.formats import FP8Format, get_format
 from ..numbers import kernels as K, native as N
 from ..numbers.kernels import CHUNK, draw_range, rounding_key, words_of
-from ..numbers.rule_loops import MOST_THREADS, POWERS, SUMS
+from ..numbers.rule_loops import POWERS, SUMS
 from ..numbers.scaling import compute_scale, spread
 from .spacing import (STEPPED, LineNumbers, check_sign_magnitude, floor_at,
                                       formula_numbers, from_line, line_numbers, raw_stiffness,
@@ -291,9 +291,9 @@ def _part(x: Any, start: int, size: int, whole: int) -> Any:
 def _run(group: dict[str, Any], function: Callable, w: Tensor, *args, whole: bool = False):
     """One pass over `w` and what is of its length; outside of compiled code by its loop in C++, or
     part by part if it is not to be `whole`: what such a pass returns is lost.
-    `_SUMMED` where sums stand in the first places of the memory for squares."""
+    `_BY_LOOP` where a loop made it, which leaves sums in the first places of the memory for squares."""
     if group["compiled"]: return _compiled(function)(w, *args)
-    if (done := _by_loop(function, (w, *args))) is not None: return _SUMMED if done else None
+    if _by_loop(function, (w, *args)): return _BY_LOOP
     size = CHUNK if w.device.type == "cpu" and not whole else len(w)
     if len(w) <= size: return function(w, *args)
     for start in range(0, len(w), size):
@@ -306,9 +306,9 @@ class _Loop(NamedTuple):
     arguments: tuple[str, ...]
     numbers: int  # how many `numbers` it reads
     changed: tuple[str, ...]  # the arguments that it writes, other than memory for what it leaves
-    sums: bool  # whether it can add up the squares that it leaves
+    sums: bool  # whether it adds up squares
 
-_SUMMED = object()
+_BY_LOOP = object()
 _looped: dict[Callable, _Loop] = {}
 # whose bits differ: a rule's, "" for none, None before they are compared; and whether sums are torch's
 loops: dict[str, Any] = {"differ": None, "sums": False}
@@ -373,7 +373,9 @@ def _loop_call(loop: _Loop, bound: dict[str, Any]) -> tuple | None:
         if found is None: return None
         tensors += found
         if name in _EACH or name == "out": each += [a for a in found if a]
-    if loop.sums: settings.append(_threads_of_sums(bound))
+    if loop.sums:
+        if not loops["sums"]: return None
+        settings.append(torch.get_num_threads() if bound.get("normalize", True) else 0)
     n, coins, call = bound["w"].numel(), bound.get("coins"), N.Call()
     if _overlap(each, n): return None
     if coins is not None:
@@ -383,24 +385,18 @@ def _loop_call(loop: _Loop, bound: dict[str, Any]) -> tuple | None:
             N.shared(call, n))
 
 # %% ../../nbs/geometry/04_optim.ipynb #loops010
-def _threads_of_sums(bound: dict[str, Any]) -> int:
-    "As many as torch would add the squares of a pass with; 0 where they are not to be added up."
-    threads = torch.get_num_threads()
-    return threads if loops["sums"] and bound.get("normalize", True) and threads <= MOST_THREADS else 0
-
-def _by_loop(function: Callable, args: tuple) -> bool | None:
-    """Make a pass by its loop; whether it added up its squares. None where it has none, or the loop does not serve:
-    then nothing has changed."""
+def _by_loop(function: Callable, args: tuple) -> bool:
+    "Make a pass by its loop; False where it has none, or the loop does not serve: then nothing has changed."
     loop = _looped.get(function)
     library = _loops_for(args[0]) if loop else None
-    if loop is None or library is None or len(args) != len(loop.arguments): return None
+    if loop is None or library is None or len(args) != len(loop.arguments): return False
     bound = dict(zip(loop.arguments, args))
     call = _loop_call(loop, bound)
-    if call is None or not getattr(library, f"{loop.name}_")(*call): return None
+    if call is None or not getattr(library, f"{loop.name}_")(*call): return False
     for name in loop.changed:
         x = bound[name]
         if x is not None and not x.is_inference(): torch.autograd.graph.increment_version(x)
-    return loop.sums and bool(call[1][-1])
+    return True
 
 # %% ../../nbs/geometry/04_optim.ipynb #8e1222f9
 def _numbers(w: Tensor, *values: float) -> Tensor:
@@ -475,9 +471,9 @@ def _run_bend(group: dict[str, Any], function: Callable, w: Tensor, *args) -> tu
     how, spare = _how_to_bend(group), args[-1]
     # of exp2 the last bit depends on an element's place, so that parts would change it
     ratio = _run(group, function, w, *args, *how, whole=not how[1])
-    if spare.dim() == 1: return spare, _numbers(w, 1.0)[0] if ratio is None else ratio
+    if spare.dim() == 1: return spare, ratio if isinstance(ratio, Tensor) else _numbers(w, 1.0)[0]
     out, before, after = spare
-    if ratio is _SUMMED: return out, _ratio(before[0], after[0])
+    if ratio is _BY_LOOP: return out, _ratio(before[0], after[0])
     return out, _ratio(before.sum(), after.sum())
 
 # %% ../../nbs/geometry/04_optim.ipynb #79114eb3
@@ -870,7 +866,7 @@ class GridSGD(GeometryOptimizer):
         coins = self._coins(w, group, state) if stochastic else None
         momentum = _numbers(w, group["momentum"])[0]
         length = _run(group, _rung_pass, w, g, *moments, momentum, grid, spare)
-        if spare is not None: length = (spare[0] / len(w) if length is _SUMMED else spare.mean()).rsqrt()
+        if spare is not None: length = (spare[0] / len(w) if length is _BY_LOOP else spare.mean()).rsqrt()
         numbers = _numbers(
             w, 1 - group["lr"] * group["weight_decay"], -group["lr"], group["rung_clip"]
         )
@@ -925,9 +921,7 @@ def _sums_are_torchs(library: Any) -> bool:
     "Whether the loops add in torch's order: few numbers, many, and such as threads share."
     for n in (5, 13, 1000, 20_000, 40_000, 300_001):
         x, found = torch.linspace(0.1, 1, n, dtype=torch.float32, device="cpu").square_(), ctypes.c_float()
-        threads = torch.get_num_threads()
-        if threads > MOST_THREADS: return False
-        library.sum_float32(x.data_ptr(), ctypes.byref(found), n, threads, N.shared(N.Call(), n))
+        library.sum_float32(x.data_ptr(), ctypes.byref(found), n, torch.get_num_threads(), N.shared(N.Call(), n))
         if found.value != x.sum().item(): return False
     return True
 
