@@ -22,9 +22,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def workers_in_a_moment(request):
-    "Workers of sweeps are forked, not started anew; test_sweep.py has them as users do."
-    sweep = sys.modules.get("altgrad.evidence.sweep")
+    "Workers of sweeps and referees are forked, not started anew; test_sweep.py has them as users do."
     with pytest.MonkeyPatch.context() as patch:
-        if sweep and request.module.__name__ != "test_sweep":
-            patch.setattr(sweep, "get_context", lambda method: IN_A_MOMENT)
+        for name in ("evidence.sweep", "numbers.referee"):
+            module = sys.modules.get(f"altgrad.{name}")
+            if module and request.module.__name__ != "test_sweep":
+                patch.setattr(module, "get_context", lambda method: IN_A_MOMENT)
         yield

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -217,13 +216,15 @@ def drag(page, tmp_path: Path):
 
 def by_nbconvert(folders: list[Path]) -> dict[bool, dict[str, Path]]:
     """Pages without Quarto, light and dark. They differ before their first cell only, so that each is
-    converted once, and what cleans a cell is kept for cells that say the same."""
+    converted once, and code is not cleaned of HTML: Pygments has escaped it."""
     from nbconvert import HTMLExporter
     from nbconvert.filters import clean_html
     from nbformat.v4 import new_notebook
 
     exporters = [HTMLExporter(theme=theme) for theme in ("light", "dark")]
-    exporters[0].register_filter("clean_html", cache(clean_html))
+    coloured = '<div class=" highlight hl-'
+    cleaned = lambda text: text if text.startswith(coloured) else clean_html(text)
+    exporters[0].register_filter("clean_html", cleaned)
     if MATHJAX.is_dir():
         for e in exporters: e.mathjax_url = "https://mathjax/MathJax.js?config=TeX-AMS_CHTML-full,Safe"
     heads = [e.from_notebook_node(new_notebook())[0].partition("<main>")[0] for e in exporters]

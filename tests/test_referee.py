@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shlex
@@ -417,7 +418,9 @@ def foreign(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_function_that_hangs_or_dies_is_said(foreign):
+def test_a_function_that_hangs_or_dies_is_said(foreign, monkeypatch):
+    # here the second process begins as it does for users
+    monkeypatch.setattr("altgrad.numbers.referee.get_context", multiprocessing.get_context)
     with pytest.raises(InputError, match="hangs: a call takes more than 1 seconds"):
         judge_apart(partial(use_function, "mine.py:hangs"), "f", seconds=1, format="E4M3")
     with pytest.raises(InputError, match=r"ends its process \(signal 6\)"):

@@ -14,7 +14,6 @@ import inspect
 import io
 import json
 import math
-import multiprocessing
 import os
 import random
 import shlex
@@ -23,6 +22,7 @@ import subprocess
 import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
@@ -1349,7 +1349,7 @@ def judge_apart(
     **asks: Any,  # the other arguments of `judge`
 ) -> Verdict:
     "As `judge`, in a process of its own; InputError where that hangs or dies."
-    context = multiprocessing.get_context("spawn")
+    context = get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, load, dict(asks, name=name)), daemon=True)
     process.start()
