@@ -113,8 +113,8 @@ def content() -> list[tuple[str, Any]]:
             f"and S^-1 ends {averaged[2]} below it. That all this is one model of 0.1M weights, fine-tuned for "
             f"{Task().steps} updates on one text, and once more with the two texts exchanged: conceded, though the "
             f"comparisons were tuned anew on twelve other checkpoints ({twelve}), and from scratch the gain in E7M0 "
-            f"is {scratch}. Whether it holds for larger models and longer runs is not known; the runs that would "
-            "say so are written down and not made."
+            f"is {scratch}. Whether it holds for models larger still and for longer runs is not known; the runs that "
+            "would say so are written down and not made."
         )),
     ]
 
