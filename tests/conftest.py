@@ -23,9 +23,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True, scope="module")
 def workers_in_a_moment(request):
     "Workers of sweeps and referees are forked, not started anew; test_sweep.py has them as users do."
+    modules = map(sys.modules.get, ("altgrad.evidence.sweep", "altgrad.numbers.referee"))
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("evidence.sweep", "numbers.referee"):
-            module = sys.modules.get(f"altgrad.{name}")
-            if module and request.module.__name__ != "test_sweep":
-                patch.setattr(module, "get_context", lambda method: IN_A_MOMENT)
+        for module in filter(None, modules if request.module.__name__ != "test_sweep" else ()):
+            patch.setattr(module, "get_context", lambda method: IN_A_MOMENT)
         yield
