@@ -1,5 +1,6 @@
 """What all tests share: the mark of those that need a GPU, which files begin, and workers that start
 in a moment."""
+import gc
 import sys
 
 import pytest
@@ -18,6 +19,15 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     order = {f"test_{name}.py": k for k, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_of_the_module():
+    """Python's collector looks at what a module made, not at torch and thousands of tests each time; and
+    less often, as a ledger of ten thousand rows has it begin again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 100)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,6 +19,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from kernels import with_kernels
 
 from altgrad.evidence.leaderboard import Submission, submissions_table
 
@@ -92,6 +93,7 @@ def lab(browser, tmp_path_factory):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("XDG_", "JUPYTER"))}
     env |= {
         "HOME": str(home),
+        "ALTGRAD_CACHE": with_kernels(home / "cache"),
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "IN_TEST": "1",
         "OMP_NUM_THREADS": "1",  # IN_TEST: nothing is exported

@@ -16,6 +16,7 @@ from altgrad.evidence.cluster import RayWorkers
 from altgrad.evidence.instrument import Bench, Task, build_checkpoint
 from altgrad.evidence.replicas import run_arms
 from altgrad.evidence.sweep import Ledger, Sweep, read_matrix
+from kernels import with_kernels
 from tiny import HEAD
 from wait import until
 
@@ -94,7 +95,8 @@ def is_busy(node: subprocess.Popen) -> bool:
 def cluster(tmp_path):
     """A head and a second node, started as the page says; their address,
     the environment that has the token, and the nodes."""
-    env = os.environ | {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
+    cache = with_kernels(tmp_path / "cache")
+    env = os.environ | {"HOME": str(tmp_path), "ALTGRAD_CACHE": cache, "RAY_AUTH_MODE": "token"}
     subprocess.run([RAY, "get-auth-token", "--generate"], env=env, check=True, capture_output=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

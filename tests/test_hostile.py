@@ -55,7 +55,7 @@ def test_a_case_that_does_not_hold_is_reported(tmp_path):
         from pathlib import Path
         from hostile import core
         from hostile.core import Case
-        core.LIMIT, core.WAIT = 3, 6
+        core.LIMIT, core.WAIT = 1, 3
         def wrong(place): raise KeyError("x")
         def hangs(place):
             while True: time.sleep(1)
@@ -80,7 +80,7 @@ def test_a_case_that_does_not_hold_is_reported(tmp_path):
         "wrong", "hangs", "deaf", "dies", "accepts", "right"
     }, done.stderr
     words = {
-        "wrong": "KeyError", "hangs": "more than 3 s", "deaf": "hung", "dies": "died",
+        "wrong": "KeyError", "hangs": "more than 1 s", "deaf": "hung", "dies": "died",
         "accepts": "accepted",
     }
     assert all(word in said[name] for name, word in words.items()) and not said["right"], said

@@ -7,6 +7,7 @@ from types import ModuleType
 
 from altgrad.evidence.bench import Protocol
 from altgrad.evidence.instrument import Bench, Task, build_checkpoint
+from kernels import with_kernels
 
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(3000))
 HEAD = """
@@ -48,7 +49,7 @@ def small_protocol(folder: Path) -> Protocol:
     (folder / "texts").mkdir()
     archive = folder / "texts/tiny.tar.xz"
     with tarfile.open(archive, "w:xz") as tar: tar.add(folder / "text.txt", "text.txt")
-    ready = Bench(folder / "checkpoints", {"tiny": f"path:{archive}"}, TASK, folder / "cache")
+    ready = Bench(folder / "checkpoints", {"tiny": f"path:{archive}"}, TASK, Path(with_kernels(folder / "cache")))
     for name in TUNE + CONFIRM: build_checkpoint(ready, name)
     return Protocol("bench-1", TUNE, CONFIRM, "tiny", POINTS, MOST, task=TASK, folder=folder,
                     compiled=False)
