@@ -7,9 +7,12 @@ import pytest
 
 from preloaded import IN_A_MOMENT
 
-# Each takes most of a minute, or more. They begin, so that no worker is left alone with one of them at the end.
-LONG = ("browser", "record", "cli", "survival", "package", "hostile", "referee", "evidence", "gpu", "ddp", "sweep",
-        "without_master", "contributing")
+# Each takes twenty seconds, or more. They begin, so that no worker is left alone with one of them at the end.
+LONG = (
+    "browser", "record", "cli", "survival", "cluster", "package", "hostile", "gpu", "triton", "sweep", "evidence",
+    "bench", "quantize", "contributing", "without_master", "replicas", "referee", "ddp", "docs", "compile", "silent",
+    "manifold", "vectors", "blocks", "sizes",
+)
 
 
 def pytest_configure(config):
