@@ -77,7 +77,7 @@ def content() -> list[tuple[str, Any]]:
     blocks = found("narrow_formats", r"(Under the scales of blocks.*?\(R² [\d.]+\))")[1]
     averaged = found("the_answer", r"wins ([-+][\d.]+) \[[^]]*\] nats, and S\^-1 ends\s+([-+][\d.]+)")
     twelve = found("the_answer", r"where \d+ comparisons were tuned\s+anew \((.*?)\), S\^-1")[1]
-    scratch = found("the_answer", r"Trained from scratch\s+it wins (.*?)\. ")[1]
+    scratch = found("the_answer", r"Trained from scratch\s+its gain is (.*?)\. ")[1]
     missed = found("narrow_formats", r"(What missed is .*?\(a factor of [\d.]+\))")[1]
     return [
         ("head", "Which format gains most"),

@@ -1,5 +1,5 @@
-"""What all tests share: the mark of those that need a GPU, which files begin, and workers that start
-in a moment."""
+"""What all tests share: the mark of those that need a GPU, which files begin, what the garbage collector
+looks at, and workers that start in a moment."""
 import gc
 import sys
 
@@ -17,6 +17,7 @@ LONG = (
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: computes on a GPU, and is skipped where there is none; see `make gpu`")
+    gc.set_threshold(10_000, 10, 100)  # a ledger of ten thousand rows has the collector begin again and again
 
 
 def pytest_collection_modifyitems(items):
@@ -26,11 +27,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def garbage_of_the_module():
-    """Python's collector looks at what a module made, not at torch and thousands of tests each time; and
-    less often, as a ledger of ten thousand rows has it begin again and again."""
+    "Python's collector looks at what a module made, not at torch and thousands of tests each time."
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 10, 100)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,9 +19,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from kernels import with_kernels
 
 from altgrad.evidence.leaderboard import Submission, submissions_table
+from kernels import with_kernels
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="the package playwright is not installed (pip install playwright)"

@@ -49,7 +49,8 @@ def small_protocol(folder: Path) -> Protocol:
     (folder / "texts").mkdir()
     archive = folder / "texts/tiny.tar.xz"
     with tarfile.open(archive, "w:xz") as tar: tar.add(folder / "text.txt", "text.txt")
-    ready = Bench(folder / "checkpoints", {"tiny": f"path:{archive}"}, TASK, Path(with_kernels(folder / "cache")))
+    with_kernels(folder / "cache")
+    ready = Bench(folder / "checkpoints", {"tiny": f"path:{archive}"}, TASK, folder / "cache")
     for name in TUNE + CONFIRM: build_checkpoint(ready, name)
     return Protocol("bench-1", TUNE, CONFIRM, "tiny", POINTS, MOST, task=TASK, folder=folder,
                     compiled=False)
