@@ -1,9 +1,11 @@
 """`make gpu` without a GPU: every piece runs, small, on a CPU; the budget, results, failures and
 hanging processes are what they should be; the page shows what is stored."""
+import gc
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -158,6 +160,42 @@ def test_a_failure_is_kept_and_stops_nothing_and_is_tried_again_last(go, tmp_pat
     found = stored(tmp_path, "one")["pieces"]["a"]
     assert found["error"] == "it broke\nin two lines" and found["rows"]
     assert go(budget=700.0)[0] == ["c", "a"]
+
+
+def test_pieces_that_time_nothing_run_at_once(tmp_path, monkeypatch):
+    plan = {"one": {"at_once": True, "pieces": {"a": {"cpu": "9s"}, "b": {"cpu": "9s"}}},
+            "two": {"pieces": {"c": {"cpu": "9s"}, "d": {"cpu": "9s"}}}}
+    meeting, alone = threading.Barrier(2), threading.Lock()
+
+    def attempt(piece, *args):
+        if piece.part == "one": meeting.wait(60)  # broken unless both are here
+        else:
+            assert alone.acquire(blocking=False)
+            time.sleep(0.1)
+            alone.release()
+        return {"when": "now", "seconds": 1.0, "rows": [gpu_parts.row("x", 2, "ms")]}
+
+    monkeypatch.setattr(gpu, "attempt", attempt)
+    monkeypatch.setattr(gpu, "facts_of", lambda device: {"device": "X", "git_commit": None, "code": "c",
+                                                         "versions": {"torch": "2"}})
+    assert gpu.work(plan, "cpu", 100.0, tmp_path) == 0
+    assert {len(json.loads((tmp_path / f"{part}.x.json").read_text())["pieces"]) for part in plan} == {2}
+
+
+def test_an_interruption_ends_all_pieces_that_run_at_once(tmp_path, monkeypatch):
+    def attempt(piece, device, facts, limit):
+        code = "pass" if piece.name == "a" else "import time; time.sleep(99)"
+        return {"error": gpu.limited([sys.executable, "-c", code], limit, tmp_path / piece.name)}
+
+    monkeypatch.setattr(gpu, "attempt", attempt)
+    pieces = [gpu.Piece("one", name, 9.0, tmp_path / "one.json") for name in "ab"]
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        for piece, _ in gpu.results(pieces, "cpu", {}, 99.0):
+            assert piece.name == "a"
+            raise KeyboardInterrupt
+    gc.collect()
+    assert not gpu.UNDER_WAY and time.monotonic() - began < 50
 
 
 def test_a_piece_that_hangs_is_ended_with_all_it_started(tmp_path):

@@ -108,6 +108,12 @@ def of(losses, unchanged=None, cosine=None):
     return ten_million.Stored(runs, series, {})
 
 
+def seeds(name, base, gaps):
+    "Three seeds of a run that ends so far above another."
+    suffixes = ("", "_seed43", "_seed44")
+    return of({f"{base}{s}": 1 for s in suffixes} | {f"{name}{s}": 1 + gap for s, gap in zip(suffixes, gaps)})
+
+
 SEEDS = [f"{name}{seed}" for name in ("bf16_baseline", "e5m2_fp8") for seed in ("", "_seed43", "_seed44")]
 NAMES = ("bf16_baseline", "e3m4_fp8", "e4m3_fp8", "e5m2_fp8", "e7m0_fp8")
 MOSTLY = [1.0] * 95 + [0.5] * 5
@@ -126,6 +132,12 @@ CASES = [  # the claim's number, runs with which it holds, runs that refute it
     (8, of(dict(e7m0_fp8_grid_nearest=2, e7m0_fp8_grid_stochastic=1)),
      of(dict(e7m0_fp8_grid_nearest=1, e7m0_fp8_grid_stochastic=2))),
     (9, of({"e4m3_fp8": 1, ten_million.RESIDUAL: 0.995}), of({"e4m3_fp8": 1, ten_million.RESIDUAL: 1.02})),
+    (10, seeds("e4m3_fp8_grid_stochastic", "e4m3_fp8", (-0.1, -0.2, -0.01)),
+     seeds("e4m3_fp8_grid_stochastic", "e4m3_fp8", (-0.1, -0.2, 0.01))),
+    (11, seeds("e7m0_fp8_grid_stochastic", "e7m0_fp8", (-0.1, -0.2, -0.01)),
+     seeds("e7m0_fp8_grid_stochastic", "e7m0_fp8", (0.01, -0.2, -0.1))),
+    (12, seeds(ten_million.RESHAPED, "e7m0_fp8_grid_stochastic", (-0.02, 0.0, -0.02)),
+     seeds(ten_million.RESHAPED, "e7m0_fp8_grid_stochastic", (-0.02, 0.0, -0.004))),
 ]
 
 
@@ -141,6 +153,7 @@ def test_the_names_of_the_claims_are_those_of_the_runs():
     assert {f"ten_million_{name}" for name in (*NAMES, ten_million.RESIDUAL)} <= names
     assert {f"ten_million_{fmt}_grid_{how}" for fmt in (ten_million.E4, ten_million.E7)
             for how in ("nearest", "stochastic")} <= names
+    assert f"ten_million_{ten_million.RESHAPED}" in {find_config(spec).name for spec in ten_million.SEEDED}
     wide = packaged[ten_million.WIDE]
     assert wide.shadow_every == wide.monitor_every == 1 and "gradients" in wide.wandb_layers
 

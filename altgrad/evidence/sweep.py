@@ -586,7 +586,7 @@ def _keep_memory() -> None:
 _WORKER: dict[str, Any] = {}  # of a worker process: its bench, and the set-up that it was made from
 
 def start_bench(
-    setup: tuple,  # what `Bench` takes: folder, texts, task, cache
+    setup: tuple,  # what `Bench` takes: folder, texts, task, cache, and the device if it is no CPU
 ) -> Bench:
     "Make a worker process's bench, for one thread, unless it is there."
     if _WORKER.get("setup") != setup:
@@ -612,8 +612,9 @@ def work_alone(
 ) -> dict[str, Any]:
     "Make one run in a worker process: its row, or why there is none."
     try:
-        row = run_arm(arm, worker_bench())
-        return {**row, "error": None, "machine": machine(), "versions": versions()}
+        bench = worker_bench()
+        here = {"error": None, "machine": machine(bench.device), "versions": versions()}
+        return {**run_arm(arm, bench), **here}
     except Exception as e: return failure(e)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #cb3eafc3
@@ -827,7 +828,8 @@ def _run_sweep(sweep: Sweep, workers: int, progress: bool, pool: Any) -> int:
              "protocol": protocol_commit()}
     failed = 0
     with sweep.ledger.writing() as append:
-        setup = sweep.bench.folder, sweep.bench.data, sweep.bench.task, sweep.bench.cache
+        bench = sweep.bench
+        setup = bench.folder, bench.data, bench.task, bench.cache, bench.device
         with pool or Workers(workers, setup) as pool:
             while (todo := sweep.plan()).stage != "done":
                 for row in _stage(sweep, todo, pool, facts, progress):

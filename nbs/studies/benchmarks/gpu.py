@@ -4,7 +4,8 @@ python nbs/studies/benchmarks/gpu.py --device cuda --budget 40m
 python nbs/studies/benchmarks/gpu.py --device cpu --budget 3m    # a dry run, far smaller, into runs/gpu
 
 gpu.yaml lists the parts, in order of worth. Each of their pieces runs in a process of its own, which is
-ended when it takes three times as long as expected. What has a result of this code and device is kept.
+ended when it takes three times as long as expected; pieces that time nothing run at once. What has a
+result of this code and device is kept.
 """
 import argparse
 import hashlib
@@ -16,10 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -149,15 +152,25 @@ def pieces_of(plan: dict[str, Any], device: str, facts: dict[str, Any], out: Pat
 # running
 
 
+UNDER_WAY: set[subprocess.Popen] = set()
+
+
+def end(child: subprocess.Popen) -> None:
+    "Ends a process and all that it started."
+    with suppress(ProcessLookupError, PermissionError): os.killpg(child.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired): child.wait(10)  # what hangs in the driver may stay
+
+
 def limited(command: list[str], seconds: float, log: Path) -> str | None:
     "Runs a command and all that it starts, at most so long; what went wrong, if anything did."
     with open(log, "wb") as file:
         child = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, start_new_session=True)
+    UNDER_WAY.add(child)
     try: code = child.wait(seconds)
     except subprocess.TimeoutExpired: return f"ended after {said(seconds)}, its limit"
     finally:
-        with suppress(ProcessLookupError, PermissionError): os.killpg(child.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired): child.wait(10)  # what hangs in the driver may stay
+        end(child)
+        UNDER_WAY.discard(child)
     if not code: return None
     last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-30:]
     return "\n".join([f"its process ended with {code}", *last])
@@ -188,6 +201,36 @@ def told(result: dict[str, Any], wanted: dict[str, dict[str, float]]) -> Iterato
     if "error" in result: yield f"    FAILED: {one_line(result['error'].splitlines()[0], 150)}; more is in its file"
 
 
+def at_once(pieces: list[Piece], plan: dict[str, Any]) -> Iterator[list[Piece]]:
+    "The pieces that run together: those of a part that times nothing; each other one is alone."
+    for part, group in groupby(pieces, key=lambda piece: piece.part):
+        found = list(group)
+        yield from [found] if plan[part].get("at_once") else ([piece] for piece in found)
+
+
+def due(piece: Piece, facts: dict[str, Any], left: float) -> bool:
+    "Whether a piece is to run in the time that is left; says why not, or for how long."
+    name = f"{piece.part}, {piece.name}"
+    if piece.holds(facts): print(f"{name}: kept, it has a result of this code")
+    elif piece.expected > left:
+        print(f"{name}: skipped, its {said(piece.expected)} do not fit into the {said(max(0, left))} left")
+    else:
+        print(f"{name}: about {said(piece.expected)}", flush=True)
+        return True
+    return False
+
+
+def results(pieces: list[Piece], device: str, facts: dict[str, Any], left: float) -> Iterator[tuple[Piece, dict]]:
+    "Runs pieces at the same time; each with its result, as they end."
+    with ThreadPoolExecutor(max(1, len(pieces))) as pool:
+        running = {pool.submit(attempt, piece, device, facts, min(left, 3 * piece.expected + GRACE)): piece
+                   for piece in pieces}
+        try:
+            for future in as_completed(running): yield running[future], future.result()
+        finally:
+            for child in list(UNDER_WAY): end(child)  # all of them, where this one was interrupted
+
+
 def work(plan: dict[str, Any], device: str, budget: float, out: Path) -> int:
     "Runs what fits, in order; returns how many pieces failed."
     began, facts, failures = time.monotonic(), facts_of(device), 0
@@ -197,17 +240,14 @@ def work(plan: dict[str, Any], device: str, budget: float, out: Path) -> int:
         print("the code is not a commit: commit it first, if the results are to be stored")
     for part, about in plan.items():
         if "missing" in about: print(f"{part}: not yet written: {about['missing']}")
-    for piece in pieces_of(plan, device, facts, out):
-        name, left = f"{piece.part}, {piece.name}", budget - (time.monotonic() - began)
-        if piece.holds(facts): print(f"{name}: kept, it has a result of this code")
-        elif piece.expected > left:
-            print(f"{name}: skipped, its {said(piece.expected)} do not fit into the {said(max(0, left))} left")
-        else:
-            print(f"{name}: about {said(piece.expected)}", flush=True)
-            result = attempt(piece, device, facts, min(left, 3 * piece.expected + GRACE))
+    for group in at_once(pieces_of(plan, device, facts, out), plan):
+        left = budget - (time.monotonic() - began)
+        group = [piece for piece in group if due(piece, facts, left)]
+        for piece, result in results(group, device, facts, left):
             piece.store(facts, result)
             # the speed of a dry run says nothing
             wanted = plan[piece.part].get("wanted", {}) if device == "cuda" or piece.part == "tests" else {}
+            print(f"  {piece.part}, {piece.name}:")
             for line in told(result, wanted): print(line, flush=True)
             failures += "error" in result
     print(f"{said(time.monotonic() - began)} in all; {failures} failed; results are in {out}")

@@ -1,6 +1,6 @@
 """Training from scratch at four sizes and three lengths: does what formats cost grow, or vanish?
 
-python nbs/studies/experiments/sizes.py --out FOLDER [--part NAME,...] [--workers N] [--plan]
+python nbs/studies/experiments/sizes.py --out FOLDER [--part NAME,...] [--workers N] [--device cuda] [--plan]
 
 All rows go to FOLDER/ledger.jsonl; the command goes on where it was stopped. An empty folder begins
 with the rows that are stored, so that only what they lack is run. `--plan` measures a few updates of
@@ -406,22 +406,20 @@ class Runs(Sweep):
         return Plan("confirm" if jobs else "done", jobs, [], {})
 
 
-def bench_of(part: Part, out: Path) -> Bench:
+def bench_of(part: Part, out: Path, device: str = "cpu") -> Bench:
     "The text of the first study, and first weights in the ledger's folder."
     texts, _ = beside(RESULTS / "ledger")
-    return Bench(out / "checkpoints", texts, part.task)
+    return Bench(out / "checkpoints", texts, part.task, device=device)
 
 
-def sweep_of(name: str, out: Path) -> Sweep:
+def sweep_of(name: str, out: Path, device: str = "cpu") -> Sweep:
     "The runs of a part; InputError before the rates are tuned."
-    bench = bench_of(PARTS[name], out)
+    bench = bench_of(PARTS[name], out, device)
     codes = {row["code"] for row in stored() if row.get("code")}
-    tuning_part = name if name in TUNINGS else PARTS[name].tuned
-    tune = Tune(PARTS[tuning_part].matrix(tuning_part), out, bench_of(PARTS[tuning_part], out), codes)
-    tune.build()
-    if name == tuning_part: return tune
-    if tune.plan().stage != "done": raise InputError(f"the rates are not tuned: run --part {tuning_part}")
-    found = {NAMES[plain(arm)]: best_of(t) for arm, t in tune.plan().found.items()}
+    if name in TUNINGS: return Tune(PARTS[name].matrix(name), out, bench, codes)
+    found = tuned_in(Ledger(out).rows(), PARTS[name].tuned)
+    if not set(PARTS[name].arms) <= set(found):
+        raise InputError(f"the rates are not tuned: run --part {PARTS[name].tuned}")
     return Runs(name, out, bench, found, codes)
 
 
@@ -477,6 +475,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", default=",".join(ASKED))
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--device", default="cpu", help="where models are trained, e.g. cuda (default: cpu)")
     parser.add_argument("--plan", action="store_true", help="say what is left and how long it takes")
     args = parser.parse_args()
     chosen, failed = args.part.split(","), 0
@@ -486,7 +485,7 @@ def main() -> int:
         show_plan(chosen, args.out, args.workers)
         return 0
     for name in chosen:
-        sweep = sweep_of(name, args.out)
+        sweep = sweep_of(name, args.out, args.device)
         sweep.build()
         failed += sweep.run(args.workers)
     return min(failed, 1)
