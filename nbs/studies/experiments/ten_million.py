@@ -33,7 +33,7 @@ SEEDED = (  # with three seeds
     BASE, WIDE, "ten_million/e4m3_fp8", "ten_million/e7m0_fp8",
     "ten_million/e4m3_fp8:storage=grid_stochastic", "ten_million/e7m0_fp8:storage=grid_stochastic",
     f"ten_million/e7m0_fp8:name=ten_million_{RESHAPED},storage=grid_stochastic,rule=stiffness_adamw,"
-    "power=-1,rule_lr=0.002",
+    "power=-1,floor_octaves=8,rule_lr=0.002",
 )
 SINGLE = (
     "ten_million/e3m4_fp8", "ten_million/e4m3_fp8:storage=grid_nearest", "ten_million/e7m0_fp8:storage=grid_nearest",
