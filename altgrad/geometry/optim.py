@@ -967,8 +967,17 @@ def _columns(rows: Tensor) -> Tensor:
     "K numbers a replica [R, K] as K columns [K, R, 1]."
     return rows.T.unsqueeze(-1)
 
-_bend_rows = torch.vmap(partial(_bend_pass, stepped=True, special="", normalize=True))
-_rung_rows = torch.vmap(_rung_pass)
+def _bend_rows(x: Tensor, w: Tensor, grid: Tensor, out: Tensor) -> Tensor:
+    "`_bend_pass` for each row; the ratios [R, 1]."
+    factor = _factor(w, _columns(grid), True, "")
+    out.copy_(x * factor)
+    squares = x.square()
+    return _ratio(squares.sum(1, True), (squares * factor.square()).sum(1, True))
+
+def _rung_rows(w: Tensor, g: Tensor, buffer: Tensor, momentum: Tensor, grid: Tensor) -> Tensor:
+    "`_rung_pass` for each row; the lengths [R, 1]."
+    buffer.mul_(momentum).add_(_code_gradient(w, g, _unpack_line(_columns(grid))))
+    return buffer.square().mean(1, True).rsqrt()
 
 # %% ../../nbs/geometry/04_optim.ipynb #b4044d93
 def _move_update(
@@ -976,7 +985,7 @@ def _move_update(
 ) -> Tensor:
     w, n, bent = w.clone(), _columns(numbers), torch.empty_like(w)
     m, v = moments
-    ratio = _bend_rows(_adam(g, m, v, n), w, grid, bent).unsqueeze(1)
+    ratio = _bend_rows(_adam(g, m, v, n), w, grid, bent)
     _decay_and_add_pass(w, bent, ratio, n)
     return w
 
@@ -986,7 +995,7 @@ def _move_gradient(
 ) -> Tensor:
     w, bent = w.clone(), torch.empty_like(w)
     m, v = moments
-    ratio = _bend_rows(g, w, grid, bent).unsqueeze(1)
+    ratio = _bend_rows(g, w, grid, bent)
     _scaled_adam_pass(w, bent, ratio, m, v, _columns(numbers))
     return w
 
@@ -1012,7 +1021,7 @@ def _move_grid_sgd(
     w: Tensor, g: Tensor, moments: list[Tensor], numbers: Tensor, grid: Tensor, limit: Tensor
 ) -> Tensor:
     w = w.clone()
-    length = _rung_rows(w, g, moments[0], numbers[:, 3], grid).unsqueeze(1)
+    length = _rung_rows(w, g, moments[0], _columns(numbers)[3], grid)
     _climb_pass(w, moments[0], length, _columns(numbers)[:3], _columns(grid), None, False, True)
     return w
 
