@@ -43,8 +43,9 @@ DENSE, SPARSE = 1, 20  # steps between stored numbers
 KEPT = {  # what is stored of single layers, and how often; and of all of them together
     "shadow/cosine": DENSE, "gradients/l2": SPARSE, "gradients/snr": SPARSE,
     "gradients/dead_neurons": SPARSE, "updates/code_unchanged_rate": SPARSE,
-    "quantization/underflow_rate": SPARSE,
+    "updates/bit_stall_rate": SPARSE, "quantization/underflow_rate": SPARSE,
 }
+STILL = "code_unchanged_rate", "bit_stall_rate"  # with master weights, and on the grid
 PICTURES = 8  # steps of which a run's histogram is stored
 
 
@@ -175,8 +176,9 @@ class Stored(NamedTuple):
 
     def unchanged(self) -> dict[str, float]:
         "The share of codes that an update leaves as they are, by run, mean over the run."
-        path = "updates/all/code_unchanged_rate"
-        return {run: float(found[path][1].mean()) for run, found in self.series.items() if path in found}
+        paths = [f"updates/all/{name}" for name in STILL]
+        return {run: float(found[path][1].mean()) for run, found in self.series.items()
+                for path in paths if path in found}
 
 
 def read_stored(folder: Path = HERE) -> Stored:
