@@ -1,11 +1,13 @@
 """Compiled training: one graph, the losses of the eager run, and a compiler that gives up is
 heard."""
+import re
 from functools import partial
 
 import pytest
 import torch
 
-from altgrad.numbers.formats import EIGHT_BIT
+from altgrad.numbers.formats import EIGHT_BIT, get_format
+from altgrad.numbers import kernels
 from altgrad.numbers.kernels import set_path
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.model.gpt import PRESETS, GPTConfig
@@ -168,3 +170,33 @@ def test_a_missing_compiler_is_a_warning_and_the_run_goes_on(run):
     assert heard(rows) == [(1, "warning")]
     assert [r["loss"] for r in rows] == [r["loss"] for r in whole]
     assert record["exit_reason"] == "finished"
+
+
+def compiled_code(size, random_bits):
+    "The compiled kernel's code for stochastic rounding; its bits are those of the eager path."
+    from torch._inductor.utils import run_and_get_code
+
+    x, key = torch.randn(size, generator=torch.Generator().manual_seed(3)), kernels.rounding_key(5, 9, 2)
+    g, how, _ = kernels.plan(get_format("E4M3"), x.dtype, "stochastic", "saturate", random_bits, True, "none")
+    coins = kernels.key_tensor(kernels.words_of(key), x.device)
+    call = kernels._compiled(how, "cpu")
+    found, code = run_and_get_code(call, x, None, None, kernels.numbers_of(g, how.wide, x.device), coins)
+    before = set_path("eager")
+    want = fake_quantize(x, "E4M3", rounding="stochastic", key=key, random_bits=random_bits)
+    set_path(before)
+    assert torch.equal(found.view(size).view(torch.int32), want.view(torch.int32))
+    return "".join(code)
+
+
+def test_few_random_bits_are_a_number_of_the_compiled_code():
+    "As a number that varies they were a power in float64, which does not compile for a GPU."
+    torch._dynamo.reset()
+    for random_bits in (8, 3): assert "pow(" not in compiled_code(4096, random_bits)
+
+
+def test_whole_rows_are_one_loop_whose_length_is_known_to_be_a_multiple_of_16():
+    torch._dynamo.reset()
+    loop = re.compile(r"for\(int64_t x0=.*?x0<static_cast<int64_t>\((.*?)\); x0")
+    for size, length in ((4096, "16L*(c10::div_floor_integer"), (8192, "16L*("), (4100, "ks")):
+        (found,) = loop.findall(compiled_code(size, 24))
+        assert found.startswith(length)

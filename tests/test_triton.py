@@ -147,6 +147,36 @@ print(json.dumps([
 """
 
 
+COPY = """
+import re
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def copy(out, x, n, BLOCK: tl.constexpr):  # masked as the kernels of torch.compile are
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:]
+    tl.store(out + i, tl.load(x + i, i < n), i < n)
+
+names = {"out": "*fp32", "x": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+for known in ((0, 1), (0, 1, 2)):  # addresses, or the length too, as multiples of 16
+    whole = {(i,): [["tt.divisibility", 16]] for i in known}
+    code = triton.compile(ASTSource(copy, names, {(3,): 1024}, whole), target=GPUTarget("cuda", 90, 32),
+                          options={"num_warps": 4}).asm["ptx"]
+    print(len(re.findall(r"ld.global.v4", code)), len(re.findall(r"ld.global.b32", code)))
+"""
+
+
+@needs_triton
+def test_a_thread_reads_vectors_only_where_the_length_is_a_multiple_of_16(tmp_path):
+    "Why the compiled kernels work in rows of 16: 8 numbers of a thread are 8 loads, or 2 of four each."
+    script = tmp_path / "copy_.py"
+    script.write_text(COPY)
+    done = python(str(script), interpret=False)
+    assert done.stdout.split() == ["0", "8", "2", "0"], done.stderr[-2000:]
+
+
 @needs_triton
 def test_what_a_gpu_would_run_fuses_and_flushes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -242,13 +242,18 @@ def words_of(
     return _low_word(key), _low_word(key >> 32)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #156dade6
+# by the number of random bits: how far a word is moved, its mask, and the unit. A table, because a
+# compiler would take the number for one that varies, and its powers of two for float64
+_COINS = [(32 - bits, 2**bits - 1, 2.0**-bits) for bits in range(25)]
+
 def _draw(index: Tensor, words: tuple | Tensor, random_bits: int = 24, high: int = 0) -> Tensor:
     """Uniform numbers for elements `index` (int32) + 2^32 `high`,
     under the words of a key, or of keys that broadcast to `index`."""
     h = _mix_int32(index + words[0])
     h = _mix_int32((h ^ words[1]).add_(high))
-    k = (h >> (32 - random_bits)).bitwise_and_(2**random_bits - 1).float()
-    return k.mul_(2.0**-24) if random_bits == 24 else k.add_(0.5).mul_(2.0**-random_bits)
+    shift, mask, unit = _COINS[random_bits]
+    k = (h >> shift).bitwise_and_(mask).float()
+    return k.mul_(unit) if random_bits == 24 else k.add_(0.5).mul_(unit)
 
 # %% ../../nbs/numbers/02_kernels.ipynb #3487cdeb
 def draw_range(
@@ -338,14 +343,20 @@ STRICT: dict[str, dict[str, Any]] = {
 }
 
 # %% ../../nbs/numbers/02_kernels.ipynb #4c556ed3
+def _in_rows(t: Tensor | None) -> Tensor | None:
+    """A vector of whole rows of 16 as such rows. Of a length that varies the compiler for a GPU knows no
+    factor, and lets every thread read number by number; of so many rows of 16 it knows one."""
+    return t if t is None or t.dim() != 1 or t.numel() % 16 else t.view(-1, 16)
+
 @cache
 def _compiled(how: How, device: str) -> Callable:
-    "The kernel for `how`, compiled when first called."
+    "The kernel for `how`, compiled when first called; its result may have the shape of `_in_rows`."
     def body(
         x: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Tensor,
         words: Tensor | None,
     ) -> Tensor:
         noise = None
+        x, scale, inverse = map(_in_rows, (x, scale, inverse))  # type: ignore[assignment]
         if words is not None:
             index = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
             noise = _draw(index, words.unbind(), how.random_bits).view(x.shape)

@@ -172,7 +172,8 @@ def limited(command: list[str], seconds: float, log: Path) -> str | None:
         end(child)
         UNDER_WAY.discard(child)
     if not code: return None
-    last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-30:]
+    text = log.read_text(errors="replace").replace(f"{ROOT}{os.sep}", "")
+    last = [line for line in text.splitlines() if line.strip()][-30:]
     return "\n".join([f"its process ended with {code}", *last])
 
 
