@@ -246,6 +246,16 @@ def test_a_part_that_is_missing_is_not_run():
     assert len(said) == 28 and all(f.found is None for f in said.values())
     with pytest.raises(KeyError): sizes.verdict_of_line(losses)
     assert sizes.losses_of([]) == {}
+    first = sizes.predictions(sizes.losses_of(made_up(usual, ("0.1m", "0.4m", "1.6m"))))  # not all arms of 1.6m
+    assert set(first) == {text for text, arms in sizes.quantities().items() if set(arms) <= set(sizes.FIRST)}
+    with pytest.raises(KeyError): sizes.predictions(sizes.losses_of(made_up(usual, ("0.1m", "0.4m"))))
+
+
+def test_one_seed_counts_only_where_it_is_asked_for():
+    rows = [row for row in made_up(usual) if (row["matrix"], row["seed"]) != ("6.4m", sizes.FIRST_SEED)]
+    single = sizes.losses_of(rows, least=1)
+    assert {len(single["6.4m", arm]) for arm in sizes.FIRST} == {sizes.PARTS["6.4m"].seeds - 1} == {1}
+    assert not any(part == "6.4m" and arm in sizes.FIRST for part, arm in sizes.losses_of(rows))
 
 
 def test_a_line_that_bends_is_counted_as_a_miss():

@@ -184,8 +184,8 @@ def runs_of(name: str, rates: Mapping[str, Tuned]) -> list[tuple[str, int, Job]]
 Losses = Mapping[tuple[str, str], Mapping[int, float]]  # by part and arm, then by seed
 
 
-def losses_of(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
-    "The confirmed losses of two seeds or more at the rates of the plan; `ARM, x2` beside them."
+def losses_of(rows: Sequence[Row], least: int = 2) -> dict[tuple[str, str], dict[int, float]]:
+    "The confirmed losses of so many seeds or more at the rates of the plan; `ARM, x2` beside them."
     rates, ends = {name: tuned_in(rows, name) for name in TUNINGS}, dict[tuple[str, Arm], float]()
     for row in rows:
         if row["stage"] == "confirm" and not row.get("error"):
@@ -197,7 +197,7 @@ def losses_of(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
             key = part.of or name, arm if octave == 0 else f"{arm}, x{2.0**octave:g}"
             if (name, job.arm) in ends:
                 losses.setdefault(key, {})[job.arm.seed] = ends[name, job.arm]
-    return {key: found for key, found in losses.items() if len(found) > 1}
+    return {key: found for key, found in losses.items() if len(found) >= least}
 
 
 def above(losses: Losses, part: str, arm: str, other: str, there: str = "") -> list[float]:
@@ -264,14 +264,16 @@ class Foretold(NamedTuple):
 
 
 def predictions(losses: Losses) -> dict[str, Foretold]:
-    "What the three smaller sizes say of the largest; KeyError until they are run."
+    "What the three smaller sizes say of the largest, where all three have it; KeyError where nothing is in all."
     found = {}
     for text, (a, b) in quantities().items():
+        if not {(size, arm) for size in SIZES[:-1] for arm in (a, b)} <= set(losses): continue
         values = {size: above(losses, size, a, b) for size in SIZES[:-1]}
         there = None
         if (LARGEST, a) in losses and (LARGEST, b) in losses:
             there = interval(above(losses, LARGEST, a, b))
         found[text] = Foretold(foretold(values, PARTS[LARGEST].seeds), there)
+    if not found: raise KeyError(LARGEST)
     return found
 
 
