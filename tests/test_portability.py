@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from altgrad.evidence import instrument
+
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("portable", ROOT / ".ci/portable.py")
 portable = sys.modules["portable"] = importlib.util.module_from_spec(spec)
@@ -213,3 +215,13 @@ def test_every_tolerance_says_where_it_comes_from():
 ])
 def test_a_bare_tolerance_is_found(line, unexplained):
     assert is_unexplained(line, "") == unexplained and not is_unexplained(line, "# why")
+
+
+def test_the_hash_of_code_knows_no_version_of_python():
+    "From 3.12 on the format in f'{x:{n}}' ends with an empty piece."
+    pieces = ast.parse("f'{x:{n}}'", mode="eval").body.values[0].format_spec.values
+    pieces = [piece for piece in pieces if not isinstance(piece, ast.Constant)]
+    older, newer, other = (instrument._outline(ast.JoinedStr([*pieces, *map(ast.Constant, more)]))
+                           for more in ((), ("",), ("d",)))
+    assert older == newer != other
+    assert instrument._outline(ast.Constant("")) != instrument._outline(ast.Constant("d"))

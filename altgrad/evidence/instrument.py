@@ -451,7 +451,10 @@ def _says_nothing(node: Any) -> bool:
 
 # %% ../../nbs/evidence/00_instrument.ipynb #f4d7ec5d
 def _outline(node: Any) -> Any:
-    "A syntax tree as lists and texts, the same for every version of Python."
+    """A syntax tree as lists and texts, the same for every version of Python: from 3.12 on an f-string may
+    have empty pieces."""
+    if isinstance(node, ast.JoinedStr):
+        node = ast.JoinedStr([v for v in node.values if getattr(v, "value", None) != ""])
     if isinstance(node, list): return [_outline(n) for n in node if not _says_nothing(n)]
     if not isinstance(node, ast.AST): return repr(node)
     parts = [(key, _outline(value)) for key, value in ast.iter_fields(node) if key not in _MUTE
