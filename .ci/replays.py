@@ -3,28 +3,33 @@
 python .ci/replays.py [--rows 30] [--seed 0]
 
 The result goes to nbs/results/replays.json, beside those of other machines and settings (as the
-page that shows it says, nbs/studies/portability.ipynb). Rows of failed runs are not drawn. Exit code
-1 where a row does not agree.
+page that shows it says, nbs/studies/portability.ipynb). Rows of failed runs are not drawn. A run that
+does not agree on another CPU is made twice more, at rates that lie a rounding's width beside its own:
+how far they end apart is how far a last bit can carry. Exit code 1 where a row does not agree and lies
+farther apart than that.
 """
 import argparse
 import json
 import os
 import random
+import re
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from altgrad.basics import tell, write_atomic
 from altgrad.evidence.bench import PROTOCOLS
-from altgrad.evidence.instrument import Bench
-from altgrad.evidence.sweep import beside, read_rows, replay
+from altgrad.evidence.instrument import Arm, Bench, Task, arm_values, run_arm
+from altgrad.evidence.sweep import beside, read_rows, replay, same_cpu
 from altgrad.training.tracking import git_commit, machine, versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "nbs/results"
 STORED = RESULTS / "replays.json"
 LIMITS = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"  # what makes a CPU compute as an older one
+NUDGES = 2.0**-19, -(2.0**-19)  # relative: eight to sixteen units in float32's last place
 WITH_TEXTS = "ledger", "ledger/amended"  # texts and checkpoints lie beside them
 OF_BENCH = "bits", "narrow", *(f"reasons/{p.name}" for p in sorted(RESULTS.glob("reasons/*")))
 
@@ -36,11 +41,33 @@ def drawn(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
     return random.Random(seed).sample(sorted(rows, key=lambda pair: pair[1]["run"]), count)
 
 
-def again(folder: str, row: dict[str, Any], checkpoints: Path) -> tuple[bool, str]:
-    "Whether a row agrees with its repetition, and a sentence."
-    if folder in OF_BENCH: return replay(row, PROTOCOLS["bench-1"].bench())
+def place(folder: str, checkpoints: Path) -> tuple[Bench, Path | None]:
+    "The bench that makes a folder's runs, and where its own checkpoints lie."
+    if folder in OF_BENCH: return PROTOCOLS["bench-1"].bench(), None
     texts, kept = beside(RESULTS / folder)
-    return replay(row, Bench(checkpoints, texts), kept)
+    return Bench(checkpoints, texts), kept
+
+
+def nudged(row: dict[str, Any], bench: Bench) -> list[float]:
+    "How far the run ends, here, from itself at a rate that differs in float32's last bits, in nats."
+    arm, bench = Arm(**arm_values(row)), bench.with_task(Task(**row["task"]))
+    own, *others = (run_arm(replace(arm, lr=arm.lr * (1 + nudge)), bench)["val_loss"] for nudge in (0.0, *NUDGES))
+    return [other - own for other in others]
+
+
+def compared(folder: str, row: dict[str, Any], checkpoints: Path) -> dict[str, Any]:
+    "What is stored of a row that was made again."
+    bench, kept = place(folder, checkpoints)
+    agrees, said = replay(row, bench, kept)
+    found = {"ledger": folder, "run": row["run"], "machine": row["machine"], "agrees": agrees, "said": said}
+    if agrees or same_cpu(row["machine"]) or folder not in OF_BENCH: return found
+    then, now = map(float, re.findall(r"([\d.]+) (?:then|now)", said))
+    return found | {"apart": round(now - then, 6), "nudged": nudged(row, bench)}
+
+
+def explained(found: dict[str, Any]) -> bool:
+    "Whether a row agrees, or lies no farther apart than a nudged rate carries the same run."
+    return found["agrees"] or "nudged" in found and abs(found["apart"]) <= max(map(abs, found["nudged"]))
 
 
 def main() -> int:
@@ -51,10 +78,8 @@ def main() -> int:
     found = []
     with tempfile.TemporaryDirectory() as checkpoints:
         for folder, row in drawn(args.rows, args.seed):
-            agrees, said = again(folder, row, Path(checkpoints))
-            tell(f"{len(found) + 1}/{args.rows} {folder}: {said}")
-            found.append({"ledger": folder, "run": row["run"], "machine": row["machine"],
-                          "agrees": agrees, "said": said})
+            found.append(compared(folder, row, Path(checkpoints)))
+            tell(f"{len(found)}/{args.rows} {folder}: {found[-1]['said']}")
     limits = {name: os.environ[name] for name in LIMITS if name in os.environ}
     facts = {"seed": args.seed, "commit": git_commit(), "machine": machine(), "limits": limits,
              "versions": versions(), "rows": found}
@@ -62,7 +87,7 @@ def main() -> int:
     name = f"{facts['machine']['cpu']}, {facts['machine']['capability']}"
     stored[f"{name} by setting" if limits else name] = facts
     write_atomic(STORED, json.dumps(stored, indent=1) + "\n")
-    return 0 if all(row["agrees"] for row in found) else 1
+    return 0 if all(map(explained, found)) else 1
 
 
 if __name__ == "__main__": sys.exit(main())

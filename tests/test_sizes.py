@@ -299,6 +299,10 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys)
     assert {row["run"]: row["val_loss"] for row in again} == {row["run"]: row["val_loss"] for row in rows}
     assert len(again) == len(rows)
     with pytest.raises(SystemExit): run("--part", "9m")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device, why in (("tpu", "invalid choice: 'tpu'"), ("cuda", "no CUDA device is available")):
+        with pytest.raises(SystemExit): run("--part", "tune", "--device", device)
+        assert why in capsys.readouterr().err
 
 
 def test_an_empty_folder_begins_with_what_is_stored(tmp_path):

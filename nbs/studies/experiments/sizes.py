@@ -30,6 +30,7 @@ from altgrad.evidence.sweep import (
 from altgrad.geometry.catalogue import RULES
 from altgrad.model.gpt import loss_of
 from altgrad.training.experiment import HOLDS, OPEN, REFUTED, Interval, interval
+from altgrad.training.trainer import resolve_device
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 MARGIN = 0.01  # nats: arms that are closer are equal
@@ -477,17 +478,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", default=",".join(ASKED))
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--device", default="cpu", help="where models are trained, e.g. cuda (default: cpu)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where models are trained")
     parser.add_argument("--plan", action="store_true", help="say what is left and how long it takes")
     args = parser.parse_args()
     chosen, failed = args.part.split(","), 0
     if not set(chosen) <= set(PARTS): parser.error(f"the parts are {', '.join(PARTS)}")
+    try: device = str(resolve_device(args.device))
+    except InputError as e: parser.error(str(e))
     begin(args.out)
     if args.plan:
         show_plan(chosen, args.out, args.workers)
         return 0
     for name in chosen:
-        sweep = sweep_of(name, args.out, args.device)
+        sweep = sweep_of(name, args.out, device)
         sweep.build()
         failed += sweep.run(args.workers)
     return min(failed, 1)
