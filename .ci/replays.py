@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import random
-import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -48,11 +47,11 @@ def place(folder: str, checkpoints: Path) -> tuple[Bench, Path | None]:
     return Bench(checkpoints, texts), kept
 
 
-def nudged(row: dict[str, Any], bench: Bench) -> list[float]:
-    "How far the run ends, here, from itself at a rate that differs in float32's last bits, in nats."
+def nudged(row: dict[str, Any], bench: Bench) -> dict[str, Any]:
+    "How far a run ends from its row, and here from itself at rates that differ in float32's last bits, in nats."
     arm, bench = Arm(**arm_values(row)), bench.with_task(Task(**row["task"]))
-    own, *others = (run_arm(replace(arm, lr=arm.lr * (1 + nudge)), bench)["val_loss"] for nudge in (0.0, *NUDGES))
-    return [other - own for other in others]
+    now, *others = (run_arm(replace(arm, lr=arm.lr * (1 + nudge)), bench)["val_loss"] for nudge in (0.0, *NUDGES))
+    return {"apart": now - row["val_loss"], "nudged": [other - now for other in others]}
 
 
 def compared(folder: str, row: dict[str, Any], checkpoints: Path) -> dict[str, Any]:
@@ -61,8 +60,7 @@ def compared(folder: str, row: dict[str, Any], checkpoints: Path) -> dict[str, A
     agrees, said = replay(row, bench, kept)
     found = {"ledger": folder, "run": row["run"], "machine": row["machine"], "agrees": agrees, "said": said}
     if agrees or same_cpu(row["machine"]) or folder not in OF_BENCH: return found
-    then, now = map(float, re.findall(r"([\d.]+) (?:then|now)", said))
-    return found | {"apart": round(now - then, 6), "nudged": nudged(row, bench)}
+    return found | nudged(row, bench)
 
 
 def explained(found: dict[str, Any]) -> bool:

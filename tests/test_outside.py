@@ -185,7 +185,7 @@ def test_a_damaged_text_of_a_row_is_refused(texts, here):
 def test_a_node_of_a_cluster_needs_no_file(texts, here):
     arm = Arm(checkpoint="tiny-0", corpus="tiny", rule="lion.py:Lion", lr=0.01)
     b = bench(texts)
-    setup = b.folder, b.data, b.task, b.cache
+    setup = b.setup
     job = [setup, run_id(identity(arm, b)), arm, None, sources_of([arm.rule])]
     (here / "lion.py").unlink()
     (here / "job").write_bytes(pickle.dumps(job))

@@ -142,7 +142,7 @@ def test_a_sweep_in_batches_goes_on_and_says_so(here):
     def stop(row):
         if len(sweep.rows) == 9: raise Killed
     sweep.rows = Stopping(sweep.rows, stop)
-    setup = sweep.bench.folder, sweep.bench.data, sweep.bench.task, sweep.bench.cache
+    setup = sweep.bench.setup
     with pytest.raises(Killed): sweep.run(progress=False, pool=Batches(setup, 4))
     sweep = Sweep(read_matrix(MATRIX), here / "ledger", bench(here))
     assert len(sweep.rows) == 9 and sweep.run(progress=False, pool=Batches(setup, 4)) == 0

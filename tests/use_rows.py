@@ -60,7 +60,7 @@ def sweep(bench: Bench, name: str, pool: Batches | None) -> dict[str, dict]:
 
 
 def compare_engines(bench: Bench) -> None:
-    setup = bench.folder, bench.data, bench.task, bench.cache
+    setup = bench.setup
     alone, batched = sweep(bench, "alone", None), sweep(bench, "batched", Batches(setup, 4))
     # cells, checkpoints or seeds; three rates, and two seeds for each checkpoint
     assert alone.keys() == batched.keys()

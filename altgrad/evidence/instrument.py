@@ -361,6 +361,11 @@ class Bench:
         self._states: dict[str, tuple[dict[str, Tensor], str]] = {}
         self._known: dict[tuple, list[float]] = {}  # validation losses before any update
 
+    @property
+    def setup(self) -> tuple:
+        "What another process makes the same bench from."
+        return self.folder, self.data, self.task, self.cache, self.device
+
     def corpus(self, label: str) -> Corpus:
         "The text of a label; InputError for an unknown one."
         if label not in self.data:

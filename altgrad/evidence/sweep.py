@@ -586,7 +586,7 @@ def _keep_memory() -> None:
 _WORKER: dict[str, Any] = {}  # of a worker process: its bench, and the set-up that it was made from
 
 def start_bench(
-    setup: tuple,  # what `Bench` takes: folder, texts, task, cache, and the device if it is no CPU
+    setup: tuple,  # see `Bench.setup`
 ) -> Bench:
     "Make a worker process's bench, for one thread, unless it is there."
     if _WORKER.get("setup") != setup:
@@ -828,9 +828,7 @@ def _run_sweep(sweep: Sweep, workers: int, progress: bool, pool: Any) -> int:
              "protocol": protocol_commit()}
     failed = 0
     with sweep.ledger.writing() as append:
-        bench = sweep.bench
-        setup = bench.folder, bench.data, bench.task, bench.cache, bench.device
-        with pool or Workers(workers, setup) as pool:
+        with pool or Workers(workers, sweep.bench.setup) as pool:
             while (todo := sweep.plan()).stage != "done":
                 for row in _stage(sweep, todo, pool, facts, progress):
                     append(row)

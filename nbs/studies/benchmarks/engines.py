@@ -103,7 +103,7 @@ def runs_per_hour(bench: Bench, options: argparse.Namespace) -> list[dict]:
     rows = []
     for batch, (size, tokens) in BATCHES.items():
         task = replace(bench.task, steps=options.steps, batch_size=size)
-        setup = bench.folder, bench.data, task, bench.cache
+        setup = bench.with_task(task).setup
         short = shorter(setup, tokens)
         rounds = {f"batched {n}": [] for n in options.replicas}
         for _ in range(options.rounds):
