@@ -1,13 +1,16 @@
 """Compiled training: one graph, the losses of the eager run, and a compiler that gives up is
 heard."""
+import os
 import re
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
 
 from altgrad.numbers.formats import EIGHT_BIT, get_format
-from altgrad.numbers import kernels
+from altgrad.numbers import counts, kernels
 from altgrad.numbers.kernels import set_path
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.model.gpt import PRESETS, GPTConfig
@@ -179,7 +182,7 @@ def compiled_code(size, random_bits):
     x, key = torch.randn(size, generator=torch.Generator().manual_seed(3)), kernels.rounding_key(5, 9, 2)
     g, how, _ = kernels.plan(get_format("E4M3"), x.dtype, "stochastic", "saturate", random_bits, True, "none")
     coins = kernels.key_tensor(kernels.words_of(key), x.device)
-    call = kernels._compiled(how, "cpu")
+    call = kernels._compiled(how, "cpu", size >= kernels.LARGE)
     found, code = run_and_get_code(call, x, None, None, kernels.numbers_of(g, how.wide, x.device), coins)
     before = set_path("eager")
     want = fake_quantize(x, "E4M3", rounding="stochastic", key=key, random_bits=random_bits)
@@ -200,3 +203,60 @@ def test_whole_rows_are_one_loop_whose_length_is_known_to_be_a_multiple_of_16():
     for size, length in ((4096, "16L*(c10::div_floor_integer"), (8192, "16L*("), (4100, "ks")):
         (found,) = loop.findall(compiled_code(size, 24))
         assert found.startswith(length)
+
+
+SIZES = """
+import sys, torch
+from torch._dynamo.utils import counters
+from altgrad.numbers import kernels as K
+from altgrad.numbers.formats import get_format
+
+g, how, _ = K.plan(get_format("E4M3"), torch.float32, "nearest", "saturate", 24, True, "none")
+for size in map(int, sys.argv[1:]):
+    call = K._compiled(how, "cpu", size >= K.LARGE)
+    with torch.no_grad(): call(torch.randn(size), None, None, K.numbers_of(g, False, torch.device("cpu")), None)
+    found = counters["inductor"]
+    print(found["fxgraph_cache_miss"], found["fxgraph_cache_hit"])
+"""
+
+
+def test_the_kernel_of_a_small_tensor_is_not_found_on_disk_for_a_large_one(tmp_path):
+    "The compiler keeps the tiles that it chose for the first tensor with the kernel."
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0",
+           "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+
+    def found(*sizes):
+        words = [sys.executable, "-c", SIZES, *map(str, sizes)]
+        return subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+
+    large = kernels.LARGE
+    assert found(4096, large) == ["1 0", "2 0"]
+    assert found(2 * large, 8192) == ["0 1", "0 2"]
+
+
+@pytest.mark.parametrize("name, shape, scale", [
+    ("E4M3", (8192,), None), ("E4M3", (8200,), 0.37), ("E4M3", (3, 4096), 0.37), ("E7M0", (30, 16), None),
+    ("E7M0", (8192,), 0.37), ("E7M0", (kernels.LARGE,), None),
+])
+def test_compiled_counts_are_those_of_the_eager_path_in_rows_or_not(name, shape, scale):
+    torch._dynamo.reset()
+    fmt, x = get_format(name), torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 10
+    x.view(-1)[:6] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30])
+    s = None if scale is None else torch.tensor(scale)
+    scaling, _, inverse = kernels.scaling_of(s)
+    g, how, _ = kernels.plan(fmt, x.dtype, "nearest", "saturate", 24, False, scaling)
+    call = counts._compiled(how, "cpu", True, x.numel() >= kernels.LARGE)
+    out, tensors = torch.empty_like(x), counts._layout(fmt, x.device)[1]
+    numbers = kernels.numbers_of(g, how.wide, x.device)
+    with torch.no_grad(): bins, sums = call(x, out, s, inverse, numbers, *tensors)
+    before = set_path("eager")
+    want, told = counts.quantize_stats(x, fmt, 1.0 if scale is None else scale)
+    set_path(before)
+    assert torch.equal(out.nan_to_num(7e7), want.nan_to_num(7e7))
+    assert sums[:4].tolist() == [told.overflow, told.underflow, told.nan, told.inf]
+    assert sums[6] == told.amax
+    # float64 sums of n positive terms in any order; the terms of the first are rounded in float32
+    assert torch.allclose(sums[4], told.squared_error, rtol=8 * 2.0**-24, atol=0)
+    assert torch.allclose(sums[5], told.squares, rtol=2 * x.numel() * 2.0**-53, atol=0)
+    places = counts._count_bins(bins, 2 * fmt.magnitudes + 2)
+    assert torch.equal(counts._histogram(places, told.nan, fmt), told.histogram)

@@ -16,6 +16,7 @@ from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
 from altgrad.model.products import QuantizedLinear
 from altgrad.model.surgery import quantize_model
+from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.kernels import rounding_key, uniform
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.training.config import make_config
@@ -55,6 +56,16 @@ def test_gradients_of_rounding_are_the_same(gradient):
         found.append((bits(y), bits(x.grad)))
     (y, g), (y_there, g_there) = found
     assert torch.equal(y, y_there) and torch.equal(g, g_there)
+
+
+def test_counts_beyond_what_float32_counts_are_exact():
+    "A third of 3 * 2^24 + 3 numbers overflows, vanishes, is NaN: an odd number above 2^24 each."
+    third = 2**24 + 1
+    x = torch.tensor([1e9, 1e-9, torch.nan], device=DEVICE).repeat_interleave(third)
+    counted = quantize_stats(x, "E4M3")[1]
+    assert (counted.overflow, counted.underflow, counted.nan) == (third, third, third)
+    found = dict(zip(*(t.tolist() for t in counted.histogram.cpu().unique(return_counts=True))))
+    assert found == {third: 3, 0: 253}  # the largest value, zero and NaN
 
 
 @pytest.mark.parametrize("storage", grid_storages())

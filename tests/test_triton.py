@@ -133,7 +133,7 @@ def ptx(kernel, pointers, choices):
 
 rounds = dict(signed=1, keeps_zero=1, scaled=1, multiply=1, rounding="stochastic",
               overflow="saturate", random_bits=24, SIZE=1024)
-data = dict(x="*i32", scale="*fp32", words="*i32", y="*i32", counts="*i64", bins="*i64",
+data = dict(x="*i32", scale="*fp32", words="*i32", y="*i32", counts="*i32", bins="*i32",
             squares="*fp64")
 blocks = dict(x="*i32", codes="*u8", scales="*u8", whole="*fp32")
 print(json.dumps([

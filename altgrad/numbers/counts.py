@@ -219,9 +219,10 @@ def _bins(q: Tensor, layout: _Layout) -> Tensor:
 def _count_bins(bins: Tensor, n: int) -> Tensor:
     "Count how often each of `n` bins occurs; on a GPU without a wait."
     if bins.device.type == "cpu": return torch.bincount(bins.flatten(), minlength=n)
-    return torch.zeros(n, dtype=torch.int64, device=bins.device).index_add_(
-        0, bins.flatten().long(), torch.ones_like(bins.flatten(), dtype=torch.int64)
-    )
+    # of whole numbers `histc` is exact: bin k is [k, k + 1); it counts in the fast memory of every
+    # block, and in int32, which a part cannot exceed
+    return sum((part.histc(n, 0, n).long() for part in bins.flatten().split(1 << 30)),
+               torch.zeros(n, dtype=torch.int64, device=bins.device))
 
 # %% ../../nbs/numbers/03_counts.ipynb #a1d3b498
 def _measure(
@@ -237,7 +238,7 @@ def _measure(
     limit = torch.finfo(x.dtype).max
     if how.clip: y = y.clamp(-limit, limit).copysign(y)
     y = y.to(x.dtype)
-    return y, None if layout is None else _bins(q, layout), torch.stack(sums(wide, y, z, g))
+    return y, None if layout is None else _bins(q, layout), sums(wide, y, z, g)
 
 # %% ../../nbs/numbers/03_counts.ipynb #61e62c21
 def _count(which: Tensor) -> Tensor: return torch.count_nonzero(which).double()
@@ -245,44 +246,50 @@ def _count(which: Tensor) -> Tensor: return torch.count_nonzero(which).double()
 def _square_sum(x: Tensor) -> Tensor: return x.double().square_().sum()
 
 # %% ../../nbs/numbers/03_counts.ipynb #4eede062
-def _sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
-    "Overflow, underflow, NaN, inf, squared error, squares and amax, all float64."
+def _sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> Tensor:
+    "Overflow, underflow, NaN, inf, squared error, squares and amax, float64 [7]."
     finite = x.nan_to_num(0.0, 0.0, 0.0)
     magnitude, within = x.abs(), torch.count_nonzero((z >= g.min) & (z <= g.max))
     nan, inf = _count(magnitude != magnitude), _count(magnitude == torch.inf)
     beyond = x.numel() - within - nan - _count(z.abs() == torch.inf)
-    return (
+    return torch.stack((
         beyond, _count((y == 0).logical_and_(x != 0)), nan, inf,
         _square_sum((x - y).nan_to_num_(0.0, 0.0, 0.0)), _square_sum(finite),
         finite.abs().amax().double(),
-    )
+    ))
 
 # %% ../../nbs/numbers/03_counts.ipynb #36462490
-def _fused_count(which: Tensor) -> Tensor: return which.float().sum().double()
+_ROW = 4096  # elements that a compiled pass adds up at a time
+
+def _fused_count(which: Tensor) -> Tensor: return which.sum(-1, dtype=torch.int32).double()
 
 # %% ../../nbs/numbers/03_counts.ipynb #cd87dc82
-def _fused_sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> tuple[Tensor, ...]:
-    "The same for a compiler."
+def _fused_sums(x: Tensor, y: Tensor, z: Tensor, g: K.Grid) -> Tensor:
+    "The same for a compiler, row by row where there are rows."
+    if x.shape[-1] != _ROW: x, y, z = x.flatten(), y.flatten(), z.flatten()
     magnitude, size = x.abs(), z.abs()
     finite = magnitude < torch.inf
     error = torch.where(finite & (y.abs() < torch.inf), x - y, 0.0).double()
     signal = torch.where(finite, x, 0.0).double()
-    return (
+    rows = (
         _fused_count(((z > g.max) | (z < g.min)) & (size < torch.inf)),
         _fused_count((y == 0) & (x != 0)), _fused_count(magnitude != magnitude),
-        _fused_count(magnitude == torch.inf), (error * error).sum(), (signal * signal).sum(),
-        torch.where(finite, magnitude, 0.0).amax().double(),
+        _fused_count(magnitude == torch.inf), (error * error).sum(-1), (signal * signal).sum(-1),
     )
+    amax = torch.where(finite, magnitude, 0.0).amax(-1).amax().double()
+    return torch.cat([torch.stack(rows, -1).view(-1, len(rows)).sum(0), amax.view(1)])
 
 # %% ../../nbs/numbers/03_counts.ipynb #3d33566f
 @cache
-def _compiled(how: K.How, device: str, codes: bool) -> Callable:
+def _compiled(how: K.How, device: str, codes: bool, large: bool) -> Callable:
     "`_measure` in one pass that writes the result in place."
     def kernel(
         x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Any,
         factor: Tensor, places: Tensor,
     ) -> tuple:
+        K.keep_to_size(x, large)
         layout = _Layout(factor, *places.unbind()) if codes else None
+        x, out = (K.in_rows(t, _ROW) for t in (x, out))  # type: ignore[assignment]
         y, bins, found = _measure(
             x, scale, inverse, K.Grid(*numbers.unbind()), how,
             noise=None, first=unit_in_first_place, sums=_fused_sums, layout=layout,
@@ -321,7 +328,7 @@ def _pieces(
     layout, tensors = layouts
     if words is None and K.worth_compiling(x):
         numbers = K.numbers_of(g, how.wide or x.dtype == torch.float64, x.device)
-        count = _compiled(how, x.device.type, layout is not None)
+        count = _compiled(how, x.device.type, layout is not None, x.numel() >= K.LARGE)
         found = K.attempt(partial(count, x, out, scale, inverse, numbers, *tensors))
         if found is not None: return (yield found)
     row = x.numel() // len(x)
@@ -389,8 +396,10 @@ def _collect(
     if not x.numel(): return out, total, amax, bins
     flat, scale, _ = K.flat_of(x.contiguous(), scale, None)
     found = K.by_triton(x, fmt, None, counts=True, call=lambda T: T.triton_count(
-        flat, scale, K.key_tensor(words, x.device), fmt, how, bins))
-    if found is not None: return found[0].view(x.shape), *found[1:], bins
+        flat, scale, K.key_tensor(words, x.device), fmt, how, histogram))
+    if found is not None:
+        if bins is not None: bins += _count_bins(found[3], len(bins))
+        return found[0].view(x.shape), *found[1:3], bins
     library, how_to = K.native(flat), (flat, out.view(flat.shape), scale, inverse, g, how)
     if library is not None:
         counted = _by_native(library, *how_to, words=words, fmt=fmt, histogram=histogram)

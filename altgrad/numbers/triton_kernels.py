@@ -268,9 +268,10 @@ def _stats_kernel(
     rounding: constexpr, overflow: constexpr, random_bits: constexpr,
     histogram: constexpr, SIZE: constexpr,
 ):
-    """Counts: overflow, underflow, NaN, infinite, the pattern of amax; squares: of errors, of x.
-    A bin for each magnitude, `most` that of infinity, and for each negative one; NaN goes to 0."""
-    index = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    """Of a program's elements counts: overflow, underflow, NaN, infinite, the pattern of amax; squares:
+    of errors, of x. The bin of its magnitude, `most` infinity's, or of the negative one; 0 for NaN."""
+    program = tl.program_id(0).to(tl.int64)
+    index = program * SIZE + tl.arange(0, SIZE)
     inside = index < n
     bits, z, q, rounded, code = _load_rounded(
         x, scale, words, index, inside, row, M, least, first, last, more, tiny, top, bottom, beyond,
@@ -280,23 +281,24 @@ def _stats_kernel(
     finite = inside & (a < 0x7F800000)
     out = (size > tl.where(z < 0, bottom, top)) & (size < 0x7F800000)
     if signed == 0: out = ((z < 0) | (size < tiny) | (size > top)) & (size < 0x7F800000)
-    tl.atomic_add(counts, tl.sum((inside & out).to(tl.int64), 0))
+    counts += 5 * program
+    tl.store(counts, tl.sum((inside & out).to(tl.int32), 0))
     gone = inside & ((rounded & 0x7FFFFFFF) == 0) & (a > 0)
-    tl.atomic_add(counts + 1, tl.sum(gone.to(tl.int64), 0))
-    tl.atomic_add(counts + 2, tl.sum((inside & (a > 0x7F800000)).to(tl.int64), 0))
-    tl.atomic_add(counts + 3, tl.sum((inside & (a == 0x7F800000)).to(tl.int64), 0))
-    tl.atomic_max(counts + 4, tl.max(tl.where(finite, a, 0), 0).to(tl.int64))
+    tl.store(counts + 1, tl.sum(gone.to(tl.int32), 0))
+    tl.store(counts + 2, tl.sum((inside & (a > 0x7F800000)).to(tl.int32), 0))
+    tl.store(counts + 3, tl.sum((inside & (a == 0x7F800000)).to(tl.int32), 0))
+    tl.store(counts + 4, tl.max(tl.where(finite, a, 0), 0))
     if histogram:
         kind = q & 0x7FFFFFFF
         place = tl.minimum(tl.maximum(code, 0), last + tl.where(z < 0, more, 0))
         place = tl.where(kind == 0x7F800000, most, place) + tl.where(z < 0, most + 1, 0)
         place = tl.where(kind > 0x7F800000, 0, place)
-        tl.atomic_add(bins + place, place.to(tl.int64) * 0 + 1, mask=inside)
+        tl.store(bins + index, place, mask=inside)
     v = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
     finite = finite & ((rounded & 0x7FFFFFFF) < 0x7F800000)
     off = tl.where(finite, v - rounded.to(tl.float32, bitcast=True), 0.0).to(tl.float64)
-    tl.store(squares + 2 * tl.program_id(0), tl.sum(off * off, 0))
-    tl.store(squares + 2 * tl.program_id(0) + 1, tl.sum(v.to(tl.float64) * v.to(tl.float64), 0))
+    tl.store(squares + 2 * program, tl.sum(off * off, 0))
+    tl.store(squares + 2 * program + 1, tl.sum(v.to(tl.float64) * v.to(tl.float64), 0))
 
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #cbe56bb2
 def triton_count(
@@ -305,21 +307,23 @@ def triton_count(
     words: Tensor | None,  # of the key, int32 [2]
     fmt: FP8Format,
     how: Any,
-    bins: Tensor | None,  # int64 [2 magnitudes + 2], to count in; None for no histogram
-) -> tuple[Tensor, Tensor, Tensor]:
+    histogram: bool,  # whether the bins of the elements are wanted
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Round and count in one pass what `quantize_stats` has checked: the result, of the shape of
-    `x`; overflow, underflow, NaN, infinite, squared error, squares (float64 [6]); amax (float64)."""
+    `x`; overflow, underflow, NaN, infinite, squared error, squares (float64 [6]); amax (float64);
+    the bins (int32, of the shape of `x`, from 0 to 2 magnitudes + 1)."""
     call, size = _call_of(x, scale, words, fmt, how, True), _tile(x)
     programs, y = triton.cdiv(x.numel(), size), torch.empty_like(call.bits)
-    counts = torch.zeros(5, dtype=torch.int64, device=x.device)
-    squares = torch.zeros(programs, 2, dtype=torch.float64, device=x.device)
+    counts = torch.empty(programs, 5, dtype=torch.int32, device=x.device)
+    squares = torch.empty(programs, 2, dtype=torch.float64, device=x.device)
+    bins = torch.empty_like(y) if histogram else None
     with torch.cuda.device_of(y):
         _stats_kernel[(programs,)](
-            call.bits, call.scale, call.words, y, counts, counts if bins is None else bins, squares,
+            call.bits, call.scale, call.words, y, counts, y if bins is None else bins, squares,
             x.numel(), fmt.magnitudes, *call.numbers, **call.choices,
-            histogram=int(bins is not None), SIZE=size)
-    amax = counts[4].to(torch.int32).view(torch.float32).double()
-    return y.view(torch.float32), torch.cat([counts[:4].double(), squares.sum(0)]), amax
+            histogram=int(histogram), SIZE=size)
+    amax = counts[:, 4].view(torch.float32).amax().double()
+    return y.view(torch.float32), torch.cat([counts[:, :4].sum(0).double(), squares.sum(0)]), amax, bins
 
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #de2402fc
 @_jit
