@@ -14,9 +14,11 @@ from altgrad.numbers import counts, kernels
 from altgrad.numbers.kernels import set_path
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.model.gpt import PRESETS, GPTConfig
+from altgrad.model.points import Precision
 from altgrad.training.data import load_corpus
 from altgrad.training.config import make_config
 from altgrad.training.trainer import Trainer
+from altgrad.watching import sums
 from old import NO_COMPILER, OLD_TORCH
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="torch's compiler needs vectors")
@@ -260,3 +262,31 @@ def test_compiled_counts_are_those_of_the_eager_path_in_rows_or_not(name, shape,
     assert torch.allclose(sums[5], told.squares, rtol=2 * x.numel() * 2.0**-53, atol=0)
     places = counts._count_bins(bins, 2 * fmt.magnitudes + 2)
     assert torch.equal(counts._histogram(places, told.nan, fmt), told.histogram)
+
+
+@pytest.mark.parametrize("shape, scale", [
+    ((300, 70), torch.tensor(0.25)), ((64, 64), torch.tensor([0.25, 0.5]).repeat(32).view(64, 1)),
+    ((kernels.LARGE + 3,), torch.tensor(0.5)),
+])
+def test_compiled_sums_are_those_of_the_eager_path(monkeypatch, shape, scale):
+    "What a GPU is given, made by a CPU's compiler; the wrapper is compiled once for each side of `LARGE`."
+    torch._dynamo.reset()
+    x, p = torch.randn(shape, generator=torch.Generator().manual_seed(0)), Precision("E4M3")
+    before = set_path("eager")
+    want, told = sums.round_and_sum(x, p, scale)
+    set_path(before)
+    compiled = []
+    monkeypatch.setattr(kernels, "native", lambda x: None)
+    monkeypatch.setattr(sums, "_takes_compiler", lambda x: True)
+    monkeypatch.setattr(sums, "_call_compiled", lambda body, *parts, call=sums._call_compiled: (
+        compiled.append(body.__name__), call(body, *parts))[1])
+    y, found = sums.round_and_sum(x, p, scale)
+    assert compiled and torch.equal(y, want)
+    counted = [sums.PLACE[name] for name in ("overflow", "underflow", "nonfinite", "amax", "elements")]
+    assert torch.equal(found[counted], told[counted])
+    # sums in float32 of n terms, in any order: an error of n / 2 roundings of the sum of magnitudes at most
+    most = 0.5 * x.numel() * 2.0**-24
+    for name, size in (("error", told[sums.PLACE["error"]]), ("power_2", x.double().pow(2).sum()),
+                       ("power_1", x.double().abs().sum()), ("power_4", x.double().pow(4).sum()),
+                       ("power_3", x.double().abs().pow(3).sum())):
+        assert abs(found[sums.PLACE[name]] - told[sums.PLACE[name]]) <= most * size, name

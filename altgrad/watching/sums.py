@@ -11,6 +11,7 @@ __all__ = ['SUMS', 'PLACE', 'SAMPLE', 'COUNTED', 'Rounded', 'Sum', 'merge_sums',
 import operator
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
@@ -113,9 +114,19 @@ _PIECE = 1 << 24  # elements of a compiled pass; counts stay exact in float32
 _FROM = 1 << 17  # elements from which on a pass is compiled
 
 @cache
-def _compiled(body: Callable, device: str) -> Callable:
-    options: Any = K.STRICT[device]
-    return torch.compile(body, fullgraph=True, dynamic=True, options=options)
+def _compiled(body: Callable, device: str, large: bool) -> Callable:
+    "A body, compiled for tensors of one side of `LARGE`; with code of its own, as torch counts compilations by code."
+    def sized(first: Tensor, *more: Tensor) -> Any:
+        K.keep_to_size(first, large)
+        return body(first, *more)
+
+    own = FunctionType(sized.__code__.replace(co_name=body.__name__), sized.__globals__, closure=sized.__closure__)
+    return torch.compile(own, fullgraph=True, dynamic=True, options=K.STRICT[device])
+
+def _call_compiled(body: Callable, first: Tensor, *more: Tensor) -> Any:
+    "What the compiled body returns; None where compiling fails."
+    call = _compiled(body, first.device.type, first.numel() >= K.LARGE)
+    return K.attempt(lambda: call(first, *more))
 
 # %% ../../nbs/watching/01_sums.ipynb #f03d6a11
 def _takes_compiler(x: Tensor) -> bool:
@@ -128,10 +139,9 @@ def _pass(
     body: Callable, compiled: bool, parts: Sequence[Tensor], rest: Sequence[Tensor]
 ) -> Tensor:
     "Return what `body` gives for one piece, and the number of its elements, in float64."
-    first, found = parts[0], None
-    if compiled: found = K.attempt(lambda: _compiled(body, first.device.type)(*parts, *rest))
+    found = _call_compiled(body, *parts, *rest) if compiled else None
     if found is None: found = body(*parts, *rest)
-    return _with_elements(found, first)
+    return _with_elements(found, parts[0])
 
 # %% ../../nbs/watching/01_sums.ipynb #b622d4d8
 def _with_elements(found: Tensor, piece: Tensor) -> Tensor:
@@ -251,14 +261,14 @@ def _worth_fusing(x: Tensor, p: Precision, scale: Tensor) -> bool:
 # %% ../../nbs/watching/01_sums.ipynb #72eeee58
 def _one_pass(x: Tensor, p: Precision, scale: Tensor) -> tuple[Tensor, Tensor] | None:
     "Rounds and sums in one compiled pass; None where compiling fails."
-    device, fmt = x.device.type, get_format(p.format)
+    fmt = get_format(p.format)
     grid, how, _ = K.plan(fmt, x.dtype, p.rounding, "saturate", 24, True, "multiply")
     numbers = K.numbers_of(grid, how.wide or x.dtype == torch.float64, x.device)
     unit, body = 1 / scale.float(), _fused(how._replace(clip=True))
     rest = (scale.float(), unit, numbers, unit, _limits(fmt, x.device))
     rounded, total = [], None
     for piece in x.view(-1).split(_PIECE):
-        found = K.attempt(lambda: _compiled(body, device)(piece, *rest))  # noqa: B023
+        found = _call_compiled(body, piece, *rest)
         if found is None: return None
         y, sums = found[0], _with_elements(found[1], piece)
         rounded.append(y)
