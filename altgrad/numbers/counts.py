@@ -217,8 +217,8 @@ def _bins(q: Tensor, layout: _Layout) -> Tensor:
 
 # %% ../../nbs/numbers/03_counts.ipynb #2b4327aa
 def _count_bins(bins: Tensor, n: int) -> Tensor:
-    "Count how often each of `n` bins occurs; on a GPU without a wait."
-    if bins.device.type == "cpu": return torch.bincount(bins.flatten(), minlength=n)
+    "Count how often each of `n` bins occurs; on a GPU of CUDA without a wait."
+    if bins.device.type != "cuda": return torch.bincount(bins.flatten(), minlength=n)
     # of whole numbers `histc` is exact: bin k is [k, k + 1); it counts in the fast memory of every
     # block, and in int32, which a part cannot exceed
     return sum((part.histc(n, 0, n).long() for part in bins.flatten().split(1 << 30)),
