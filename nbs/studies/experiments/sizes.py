@@ -13,6 +13,7 @@ import math
 import os
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -295,13 +296,22 @@ def score(found: Mapping[str, Foretold]) -> Score:
 class Claim:
     "A sentence that runs can refute: in one place, or in several at once."
     text: str
-    found: Callable[[Losses], list[Interval]]
+    places: Sequence[Callable[[Losses], Interval]]  # KeyError for one that was not run
     judge: Callable[[Interval], str]
 
-    def verdict(self, losses: Losses) -> str:
-        "Refuted where one place refutes it, and holds where it does in all; KeyError if not run."
-        verdicts = [self.judge(found) for found in self.found(losses)]
-        return next((v for v in (REFUTED, OPEN) if v in verdicts), HOLDS)
+    def found(self, losses: Losses) -> list[Interval]:
+        "What was found in the places that were run."
+        known = []
+        for place in self.places:
+            with suppress(KeyError): known.append(place(losses))
+        return known
+
+    def verdict(self, losses: Losses) -> str | None:
+        "Refuted where one place refutes it, and holds where it does in all; None before all are run."
+        verdicts = list(map(self.judge, self.found(losses)))
+        if REFUTED in verdicts: return REFUTED
+        if len(verdicts) < len(self.places): return None
+        return OPEN if OPEN in verdicts else HOLDS
 
 
 def zero_or_more(found: Interval) -> str: return found.within(0.0)
@@ -312,39 +322,43 @@ def within_margin(found: Interval) -> str: return found.within(most=MARGIN)
 
 def size_claims() -> Iterator[Claim]:
     "Predictions 1 and 3: what stochastic and nearest rounding cost at the ends of the sizes."
-    def ends(fmt: str, a: str, b: str, weights: tuple[float, float]
-             ) -> Callable[[Losses], list[Interval]]:
-        def found(losses: Losses) -> list[Interval]:
+    def ends(fmt: str, a: str, b: str, weights: tuple[float, float]) -> list[Callable[[Losses], Interval]]:
+        def found(losses: Losses) -> Interval:
             pairs = zip(weights, (LARGEST, SIZES[0]))
-            return [combined([(w, above(losses, s, a, b)) for w, s in pairs])]
-        return found
+            return combined([(w, above(losses, s, a, b)) for w, s in pairs])
+        return [found]
     for fmt in FORMATS:
         cost = f"{fmt} stochastic", "FP32"
         yield Claim(f"{fmt}: stochastic rounding costs at most three times as much at 6.4M as at 0.1M",
                     ends(fmt, *cost, (-1.0, 3.0)), zero_or_more)
-        yield Claim(f"{fmt}: it costs at least a third as much", ends(fmt, *cost, (1.0, -1 / 3)),
-                    zero_or_more)
+        yield Claim(f"{fmt}: stochastic rounding costs at least a third as much at 6.4M as at 0.1M",
+                    ends(fmt, *cost, (1.0, -1 / 3)), zero_or_more)
     for fmt in ("E4M3", "E5M2"):
         cost = f"{fmt} nearest", f"{fmt} stochastic"
         yield Claim(f"{fmt}: nearest rounding ends further above stochastic at 6.4M than at 0.1M",
                     ends(fmt, *cost, (1.0, -1.0)), zero_or_more)
 
 
-def doubled(losses: Losses) -> list[Interval]:
+def doubled(losses: Losses) -> Interval:
     "The gap of stochastic rounding in E7M0 after 4,800 updates, less twice that after 300."
     short, long = (above(losses, n, "E7M0 stochastic", "FP32") for n in ("300", "4800"))
-    return [interval(b - 2 * a for a, b in zip(short, long, strict=True))]
+    return interval(b - 2 * a for a, b in zip(short, long, strict=True))
+
+
+def at(place: str, a: str, b: str, there: str = "") -> Callable[[Losses], Interval]:
+    "How far an arm ends above another in a place; the other's may differ."
+    return lambda losses: interval(above(losses, place, a, b, there))
 
 
 def place_claims() -> Iterator[Claim]:
     "Predictions 2, 4 and 5: lengths, and what is said of every size."
-    def everywhere(a: str, b: str, places: Sequence[str]) -> Callable[[Losses], list[Interval]]:
-        return lambda losses: [interval(above(losses, place, a, b)) for place in places]
+    def everywhere(a: str, b: str, places: Sequence[str]) -> list[Callable[[Losses], Interval]]:
+        return [at(place, a, b) for place in places]
     yield Claim("E7M0: from 300 to 4,800 updates the cost of stochastic rounding at least doubles",
-                doubled, zero_or_more)
+                [doubled], zero_or_more)
     for fmt in FORMATS:
         for kind in ("residual 4", "residual 8"):
-            yield Claim(f"{fmt}: {kind} is within 0.01 nats of master weights at every size and length",
+            yield Claim(f"{fmt}: {kind} ends at most 0.01 nats above master weights at every size and length",
                         everywhere(f"{fmt} {kind}", f"{fmt} master", SIZES + LENGTHS), within_margin)
     yield Claim("E7M0: S^-0.5 gains at every size", everywhere("E7M0 stochastic", HALF, SIZES),
                 zero_or_more)
@@ -352,10 +366,9 @@ def place_claims() -> Iterator[Claim]:
 
 def rate_claims() -> Iterator[Claim]:
     "The transferred rate beside half and twice of it."
-    def beside_it(check: str, arm: str) -> Callable[[Losses], list[Interval]]:
+    def beside_it(check: str, arm: str) -> list[Callable[[Losses], Interval]]:
         size = check.removeprefix("check-")
-        return lambda losses: [interval(above(losses, size, arm, f"{arm}, x{factor}", check))
-                               for factor in ("0.5", "2")]
+        return [at(size, arm, f"{arm}, x{factor}", check) for factor in ("0.5", "2")]
     for check in CHECKS:
         for arm in CHECKED:
             yield Claim(f"{arm}, {check.removeprefix('check-')}: neither half nor twice the "
