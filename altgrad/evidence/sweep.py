@@ -947,13 +947,17 @@ def read_rows(
         return ledger.rows()
     try: rows = read_parquet(path)
     except Exception as e: raise InputError(f"cannot read {path}: {type(e).__name__}") from None
-    decoded = [dict(zip(row, map(_decoded, row.values()))) for row in rows]
-    return check_rows(decoded, f"{path} is damaged in row")
+    damaged = f"{path} is damaged in row"
+    decoded = [{key: _decoded(value, f"{damaged} {n}: {key}") for key, value in row.items()}
+               for n, row in enumerate(rows, 1)]
+    return check_rows(decoded, damaged)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e46bbba2
-def _decoded(value: Any) -> Any:
-    "The value that `_plain` made a column's."
-    return parse_json(value) if isinstance(value, str) and value.startswith("{") else value
+def _decoded(value: Any, where: str) -> Any:
+    "The value that `_plain` made a column's; InputError, which begins with `where`, for half of one."
+    if not isinstance(value, str) or not value.startswith("{"): return value
+    try: return parse_json(value)
+    except ValueError: raise InputError(f"{where} is no JSON") from None
 
 # %% ../../nbs/evidence/01_sweep.ipynb #901264a3
 FLAGS = {
