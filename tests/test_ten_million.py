@@ -181,8 +181,9 @@ def test_the_page_shows_runs_the_moment_they_are_there(stored, tmp_path, monkeyp
     exec(code, {"FOUND": found, "texts": texts})
     said = "\n".join(texts)
     assert ("**Nothing of this page has been run.**" in said) != filled
-    loss = json.loads((stored / "stored/runs.jsonl").read_text().splitlines()[0])["val"][-1][1]
-    assert (f"| {loss:.4f} |" in said) == filled
+    run = json.loads((stored / "stored/runs.jsonl").read_text().splitlines()[0])
+    loss, steps = run["val"][-1][1], run["record"]["steps"]
+    assert (f"| bf16 baseline | {steps:,} | {loss:.4f} |" in said) == filled
     assert ("nothing left its range" in said or "finished" in said or "after" in said) == filled
 
 

@@ -948,16 +948,16 @@ def read_rows(
     try: rows = read_parquet(path)
     except Exception as e: raise InputError(f"cannot read {path}: {type(e).__name__}") from None
     damaged = f"{path} is damaged in row"
-    decoded = [{key: _decoded(value, f"{damaged} {n}: {key}") for key, value in row.items()}
-               for n, row in enumerate(rows, 1)]
-    return check_rows(decoded, damaged)
+    return check_rows([_decoded(row, f"{damaged} {n}") for n, row in enumerate(rows, 1)], damaged)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e46bbba2
-def _decoded(value: Any, where: str) -> Any:
-    "The value that `_plain` made a column's; InputError, which begins with `where`, for half of one."
-    if not isinstance(value, str) or not value.startswith("{"): return value
-    try: return parse_json(value)
-    except ValueError: raise InputError(f"{where} is no JSON") from None
+def _decoded(row: dict[str, Any], place: str) -> dict[str, Any]:
+    "The row that `_plain` made one of columns; InputError, which begins with `place`, for half a text."
+    for key, value in row.items():
+        if not isinstance(value, str) or not value.startswith("{"): continue
+        try: row[key] = parse_json(value)
+        except ValueError: raise InputError(f"{place}: {key} is no JSON") from None
+    return row
 
 # %% ../../nbs/evidence/01_sweep.ipynb #901264a3
 FLAGS = {

@@ -200,15 +200,12 @@ class Finding(NamedTuple):
     holds: bool | None
 
 
-def known(s: Stored, name: str) -> dict[str, float]:
-    "The final losses of a run, by what its name ends with for a seed; KeyError without the first."
-    there = {end: f"{name}{end}" for end in ("", "_seed43", "_seed44")}
-    return {end: s.loss(run) for end, run in there.items() if not end or f"ten_million_{run}" in s.runs}
+ENDS = "", "_seed43", "_seed44"  # of a run's name, by seed
 
 
 def seeds_of(s: Stored, name: str) -> list[float]:
     "The final losses of a run's three seeds."
-    return [s.loss(f"{name}{end}") for end in ("", "_seed43", "_seed44")]
+    return [s.loss(f"{name}{end}") for end in ENDS]
 
 
 def each(found: Sequence[str], unit: str) -> str:
@@ -265,8 +262,8 @@ def stillest(s: Stored) -> tuple[str, bool]:
 def above(name: str, base: str, least: float, most: float) -> Callable[[Stored], tuple[str, bool]]:
     "A run ends between so many and so many nats above another, with every seed that both have."
     def judge(s: Stored) -> tuple[str, bool]:
-        a, b = known(s, name), known(s, base)
-        found = [a[end] - b[end] for end in a if end in b]
+        both = [end for end in ENDS if {f"ten_million_{n}{end}" for n in (name, base)} <= s.runs.keys()]
+        found = [s.loss(f"{name}{end}") - s.loss(f"{base}{end}") for end in both or ENDS[:1]]
         return each([f"{gap:+.4f}" for gap in found], "nats"), all(least <= gap <= most for gap in found)
     return judge
 
