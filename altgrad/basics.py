@@ -214,13 +214,16 @@ def is_number(value: Any) -> bool:
 
 # %% ../nbs/basics.ipynb #5ca7ab1e
 def read_parquet(
-    path: Path | str,  # of any name: pyarrow itself takes only names in UTF-8
+    path: Path | str,
     columns: list[str] | None = None,  # those that are read; None reads all
 ) -> list[dict[str, Any]]:  # column -> value, a row each
     "The rows of a parquet file; pyarrow's errors and OSError for what is none."
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with open(path, "rb") as file: return pq.read_table(file, columns=columns).to_pylist()
+    # by Arrow: its threads may hold a Python file's bytes when the process ends, which aborts it;
+    # in bytes: a text must be UTF-8
+    with pa.OSFile(os.fsencode(path)) as file: return pq.read_table(file, columns=columns).to_pylist()
 
 # %% ../nbs/basics.ipynb #opname02
 def operator_name(

@@ -493,8 +493,23 @@ def test_a_changed_text_is_another_corpus(tmp_path, cache):
     assert load_corpus(f"path:{path}", cache=cache).hash != a.hash
 
 
+def flip(path, at=100):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def edit(path, **facts): path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+
+
 def test_a_damaged_corpus_is_named(cache, laws):
     for damage in (
+        lambda f: flip(f / "val.bin"),
+        lambda f: flip(f / "train.bin"),
+        lambda f: edit(f / "corpus.json", vocab_size=255),
+        lambda f: edit(f / "corpus.json", hash="0" * 64),
+        lambda f: edit(f / "corpus.json", files={}),
+        lambda f: edit(f / "corpus.json", files=None),
         lambda f: (f / "val.bin").write_bytes(b"short"),
         lambda f: (f / "val.bin").write_bytes(b""),
         lambda f: (f / "train.bin").unlink(),
@@ -504,7 +519,20 @@ def test_a_damaged_corpus_is_named(cache, laws):
     ):
         folder = load_corpus(f"path:{laws}", cache=cache).folder
         damage(folder)
-        refused("is damaged; delete that folder", load_corpus, f"path:{laws}", cache=cache)
+        refused("is damaged, or of an older version; delete that folder", load_corpus, f"path:{laws}", cache=cache)
+        D.shutil.rmtree(folder)
+
+
+def test_damaged_tokens_are_named(cache, laws):
+    for damage in (
+        lambda f: flip(f / "train.bin", -1),  # an id beyond the vocabulary
+        lambda f: (f / "tokenizer.json").write_text("{}"),
+        lambda f: (f / "tokenizer.json").unlink(),
+        lambda f: edit(f / "corpus.json", vocab_size=299),
+    ):
+        folder = load_corpus(f"path:{laws}", "bpe-300", cache=cache).folder
+        damage(folder)
+        refused("is damaged", load_corpus, f"path:{laws}", "bpe-300", cache=cache)
         D.shutil.rmtree(folder)
 
 

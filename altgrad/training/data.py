@@ -178,6 +178,26 @@ def _publish(folder: Path, name: Path) -> None:
     except OSError:
         if not name.is_dir(): raise
 
+# %% ../../nbs/training/00_data.ipynb #866d1c9a
+def _seal(facts: dict) -> str:
+    "SHA-256 of what corpus.json says, less the seal itself."
+    said = {key: value for key, value in facts.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+def _file_hashes(folder: Path) -> dict[str, str]:
+    "SHA-256 of every file beside corpus.json, by name."
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() or path.name == "corpus.json": continue
+        with open(path, "rb") as file: found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+def _write_facts(facts: dict, folder: Path) -> None:
+    "Writes corpus.json, which says what the folder's files are and seals them."
+    facts["files"] = _file_hashes(folder)
+    facts["seal"] = _seal(facts)
+    (folder / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n")
+
 # %% ../../nbs/training/00_data.ipynb #6448b811
 def _prepare(
     name: str,  # of the corpus, for errors
@@ -199,7 +219,7 @@ def _prepare(
     if folder.is_dir(): return folder
     with _staging(root) as fresh:
         facts = _pour(pieces(), fresh)
-        (fresh / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n")
+        _write_facts(facts, fresh)
         _publish(fresh, folder := root / facts["hash"][:16])
     return folder
 
@@ -268,8 +288,9 @@ def _parquet_rows(path: Path, columns: Iterable[str] = ("text",)) -> Iterator[tu
     import pyarrow.parquet as pq
 
     try:
-        # opened here: pyarrow takes only names in UTF-8
-        with open(path, "rb") as source, pq.ParquetFile(source) as file:
+        # by Arrow: its threads may hold a Python file's bytes when the process ends, which aborts it;
+        # in bytes: a text must be UTF-8
+        with pa.OSFile(os.fsencode(path)) as source, pq.ParquetFile(source) as file:
             there, number = file.schema_arrow.names, 0
             if "text" not in there:
                 raise InputError(
@@ -553,7 +574,7 @@ def _prepare_bpe(
             facts[f"{split}_tokens"] = _encode(tokenizer, _slices(tokens[split]),
                                                fresh / f"{split}.bin")
         tokenizer.save(str(fresh / "tokenizer.json"))
-        (fresh / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n")
+        _write_facts(facts, fresh)
         _publish(fresh, name)
     return name
 
@@ -562,15 +583,16 @@ def _open_folder(
     folder: Path,
     dtype: type,  # np.uint8 for bytes, np.uint16 for a vocabulary
 ) -> tuple[dict, dict[str, np.memmap]]:  # corpus.json, and each split's tokens
-    "Maps a prepared folder into memory; InputError if it is damaged."
+    "Maps a prepared folder into memory; InputError unless every byte is as it was written."
     try:
         facts = parse_json((folder / "corpus.json").read_text())
         tokens = {s: np.memmap(folder / f"{s}.bin", dtype=dtype, mode="r") for s in SPLITS}
-        whole = all(len(tokens[s]) == facts[f"{s}_tokens"] for s in SPLITS)
-    except (OSError, ValueError, KeyError, TypeError): whole = False
+        whole = (facts["seal"], facts["files"]) == (_seal(facts), _file_hashes(folder))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError): whole = False
     if not whole:
         raise InputError(
-            f"the prepared corpus in {str(folder)!r} is damaged; delete that folder and start again"
+            f"the prepared corpus in {str(folder)!r} is damaged, or of an older version; "
+            "delete that folder and start again"
         )
     return facts, tokens
 
