@@ -22,10 +22,13 @@ from altgrad.numbers.scaling import (
     AmaxAverage, AmaxHistory, Scaling, amax_of, compute_scale, mx_scale, scale_of,
 )
 from altgrad.geometry.interchange import Codes, load_codes, load_model, model_codes, save_codes
-from altgrad.geometry.storage import make_grid_tensor, store_on_grid
+from altgrad.geometry.manifold import FP8Manifold
+from altgrad.geometry.optim import GridSGD, RiemannianAdamW, StiffnessAdamW
+from altgrad.geometry.storage import grid_storages, make_grid_tensor, store_on_grid
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
 from altgrad.model.surgery import quantize_model
 from altgrad.training.tracking import RunFolder
+from altgrad.watching.monitors import Monitors
 
 X = torch.tensor([1.0, 2.0, -3.0])
 WIDE = torch.ones(2, 2)
@@ -589,6 +592,89 @@ def test_a_grid_tensor_by_name_is_written_as_codes(tmp_path):
     )
     save_codes({"w": grid}, tmp_path / "file")
     assert torch.equal(load_codes(tmp_path / "file")["w"].dequantize(), grid.dequantize())
+
+
+# weights and the geometry
+
+
+def layers(*weights):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in weights))
+    for layer, w in zip(model, weights): nn.init.constant_(layer.weight, w)
+    return model
+
+
+@pytest.mark.parametrize("storage", grid_storages())
+@pytest.mark.parametrize("wrong", (float("nan"), float("inf"), -float("inf")))
+def test_what_is_not_finite_is_no_weight_on_a_grid(storage, wrong):
+    w = torch.ones(3, 4, dtype=torch.float64)
+    w[1, 2] = wrong
+    assert "1 of 12 are not" in refused(make_grid_tensor, w, "E4M3", storage)
+    model = layers(1.0, wrong)
+    quantize_model(model, "E4M3", skip=())
+    assert refused(store_on_grid, model, storage).startswith("1.weight: weights on a grid must be finite")
+    assert all(type(p.data) is torch.Tensor for p in model.parameters())  # the first layer's, too
+    assert "empty" in refused(make_grid_tensor, torch.ones(0, 4), "E4M3", storage)
+
+
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if not fmt.signed])
+def test_weights_have_a_sign(name):
+    w = nn.Parameter(torch.ones(3))
+    for call in (
+        lambda: make_grid_tensor(w, name, "grid_nearest"),
+        lambda: FP8Manifold(name),
+        lambda: StiffnessAdamW([w], fmt=name, lr=0.1, floor_octaves=8),
+    ):
+        assert "has no sign" in refused(call)
+
+
+@pytest.mark.parametrize("scale", (0.0, -1.0, float("nan"), float("inf"), "1", None, True,
+                                   torch.ones(2, dtype=torch.int32), torch.ones(0)))
+def test_a_scale_is_positive_and_finite(scale):
+    assert "scale must be" in refused(FP8Manifold, "E4M3", scale=scale)
+
+
+@pytest.mark.parametrize("scale", (1e-50, 1e300))
+def test_a_scale_of_float64_is_for_points_of_float64(scale):
+    m, x = FP8Manifold("E4M3", scale=scale), torch.ones(3) * 0.5
+    assert "float32 does not hold the scale" in refused(m.stiffness, x)
+    assert "float32 does not hold the scale" in refused(m.projx, x)
+    wide = x.double() * scale
+    assert torch.equal(m.stiffness(wide), FP8Manifold("E4M3").stiffness(x).double() * scale)
+
+
+@pytest.mark.parametrize("manifold, words", (
+    (None, "manifold must be"), (1, "manifold must be"), ("yes", "manifold must be"),
+    ({"scale": torch.ones(3)}, "does not broadcast"), ({"scale": torch.ones(1, 1, 1)}, "does not broadcast"),
+    ({"scale": 1e-50}, "float32 does not hold the scale"), ({"octaves": 3}, "manifold option"),
+))
+def test_options_of_a_manifold(manifold, words):
+    model = layers(1.0)
+    assert words in refused(quantize_model, model, "E4M3", skip=(), manifold=manifold)
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("rule, wrong", (
+    (GridSGD, {"seed": 1.5}), (GridSGD, {"seed": True}), (StiffnessAdamW, {"betas": 0.9}),
+    (StiffnessAdamW, {"compiled": "no"}), (StiffnessAdamW, {"normalize": 1}),
+    (StiffnessAdamW, {"skip_nonfinite": "no"}), (StiffnessAdamW, {"damping": "1"}),
+    (StiffnessAdamW, {"lr": True}), (StiffnessAdamW, {"floor_octaves": "8"}),
+    (RiemannianAdamW, {"floor_octaves": float("nan")}),
+))
+def test_settings_of_a_rule_are_of_their_kind(rule, wrong):
+    w = nn.Parameter(torch.ones(3))
+    assert next(iter(wrong)) in refused(rule, [w], **{"fmt": "E4M3", "lr": 0.1, **wrong})
+
+
+@pytest.mark.parametrize("wrong", ({"seed": 1.5}, {"seed": -1}, {"tensor": 0.5}))
+def test_settings_of_a_grid_are_of_their_kind(wrong):
+    assert next(iter(wrong)) in refused(make_grid_tensor, X, "E4M3", "grid_stochastic", **wrong)
+
+
+@pytest.mark.parametrize("wrong", (
+    {"every": 2.5}, {"every": float("nan")}, {"histogram_every": 0}, {"health_every": True}, {"optimizers": ["a"]},
+))
+def test_settings_of_monitors_are_of_their_kind(wrong):
+    assert next(iter(wrong)) in refused(Monitors, layers(1.0), **wrong)
 
 
 # files, by chance: 2,000 changes that no list above thought of

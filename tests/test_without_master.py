@@ -738,7 +738,7 @@ def parts(model) -> list:
     (network, ADAMW, {"rate": 1.0}, "AdamW refuses: .*'rate'"),
     (network, ADAMW, {"skip": None}, "skip takes globs over names of layers, not None"),
     (network, ADAMW, {"skip": ["2", 3]}, "skip takes globs"),
-    (network, ADAMW, {"seed": "a"}, "seed must be an int, not 'a'"),
+    (network, ADAMW, {"seed": "a"}, "seed must be a whole number from 0 to 2.63 - 1, not 'a'"),
     (network, ADAMW, {"release_gradients": "no"}, "release_gradients must be True or False, not 'no'"),
     (network, torch.optim.SparseAdam, {"lr": 1e-3}, "a step of SparseAdam fails: SparseAdam does not support dense"),
     (network, ADAMW, {"skip": "head"}, "no linear layer matches 'head'; there are: 2, 4, 5"),

@@ -16,15 +16,19 @@ from torch import Tensor
 
 # %% ../../nbs/geometry/01_manifold.ipynb #16d8115b
 from ..basics import COLORS, INK, InputError
-from ..numbers.formats import EIGHT_BIT, PRECISION, FP8Format, get_format
+from ..numbers.formats import EIGHT_BIT, PRECISION, FP8Format, get_format, signed_format
 from ..numbers.scaling import compute_scale
 from .spacing import (code_coordinate, from_code_coordinate, stiffness,
                                       stiffness_floor)
 
 # %% ../../nbs/geometry/01_manifold.ipynb #1a6a5b57
+def _is_positive(scale: Tensor) -> bool: return bool((scale.isfinite() & (scale > 0)).all())
+
 def _as_scale(scale: Tensor | float) -> Tensor:
     "A manifold's scale as a tensor of its own."
     if isinstance(scale, Tensor): return scale.detach().clone()
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise InputError(f"scale must be a number or a tensor, not {scale!r}")
     return torch.tensor(scale, dtype=torch.float64)
 
 def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
@@ -37,13 +41,18 @@ def _check_options(
     fmt: FP8Format, damping: float, floor_octaves: float | None, scale: Tensor
 ) -> None:
     "InputError for a scale that is not positive and finite, or a bad floor."
-    if not (
-        scale.is_floating_point() and scale.numel() and bool((scale.isfinite() & (scale > 0)).all())
-    ):
+    if not (scale.is_floating_point() and scale.numel() and _is_positive(scale)):
         raise InputError(f"scale must be positive and finite, not {scale.tolist()}")
     stiffness_floor(torch.ones(1), fmt, damping, floor_octaves)
 
 # %% ../../nbs/geometry/01_manifold.ipynb #54e50976
+def _check_dtype(m: Any, dtype: torch.dtype) -> None:
+    "InputError for points of a manifold that have another type than float32 or float64, or than its scale."
+    if dtype not in PRECISION:
+        raise InputError(f"a point of {m} must be float32 or float64, not {dtype}")
+    if dtype == torch.float32 and not m.in_float32:
+        raise InputError(f"a point of {m} must be float64: float32 does not hold the scale")
+
 def _floor_moves(fmt: FP8Format, floor_octaves: float | None) -> bool:
     """Return whether the floor can depend on the tensor,
     and so differ between the beginning and the end of a step."""
@@ -69,9 +78,10 @@ class FP8Manifold(geoopt.Manifold):
         scale: Tensor | float = 1.0,
     ):
         super().__init__()
-        self.fmt, self.damping, self.floor_octaves = get_format(fmt), damping, floor_octaves
+        self.fmt, self.damping, self.floor_octaves = signed_format(fmt), damping, floor_octaves
         self.register_buffer("scale", _as_scale(scale))
         _check_options(self.fmt, damping, floor_octaves, self.scale)
+        self.in_float32 = _is_positive(self.scale.float())  # whether points may be
         self.reversible = not _floor_moves(self.fmt, floor_octaves)  # a step can be walked back
 
     def extra_repr(self) -> str:
@@ -83,8 +93,7 @@ class FP8Manifold(geoopt.Manifold):
     # the chart
     def _scale_for(self, x: Tensor) -> Tensor:
         "The scale in the dtype of `x` and where `x` is; a scalar may stay on the CPU."
-        if x.dtype not in PRECISION:
-            raise InputError(f"a point of {self} must be float32 or float64, not {x.dtype}")
+        _check_dtype(self, x.dtype)
         if self.scale.is_cpu and not self.scale.dim(): return self.scale.to(x.dtype)
         return self.scale.to(x)
     def _floor(self, like: Tensor) -> Tensor:

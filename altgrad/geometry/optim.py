@@ -23,7 +23,7 @@ from torch import Tensor
 # %% ../../nbs/geometry/04_optim.ipynb #8f9ac7cc
 from ..basics import InputError, unknown
 from ..numbers.blocks import BlockScales, block_scales
-from ..numbers.formats import FP8Format, get_format
+from ..numbers.formats import FP8Format, signed_format
 from ..numbers import kernels as K, native as N
 from ..numbers.kernels import CHUNK, draw_range, rounding_key, words_of
 from ..numbers.rule_loops import POWERS, SUMS
@@ -100,7 +100,8 @@ def grids_of(
 # %% ../../nbs/geometry/04_optim.ipynb #ca77d33b
 def _check_number(key: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
     "InputError unless a setting is a finite number from `low` to less than `below`."
-    if isinstance(value, (int, float)) and math.isfinite(value) and low <= value < below: return
+    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if numeric and math.isfinite(value) and low <= value < below: return
     limits = f" of at least {low:g}" if low > -math.inf else ""
     if below < math.inf: limits += f" and below {below:g}"
     raise InputError(f"{key} must be a finite number{limits}, not {value!r}")
@@ -111,8 +112,14 @@ def _check_common(group: dict[str, Any]) -> None:
     for key in ("lr", "eps", "weight_decay"): _check_number(key, group.get(key, 0.0))
     for key in ("beta", "momentum"): _check_number(key, group.get(key, 0.0), below=1.0)
     betas = group.get("betas", (0.0, 0.0))
-    if len(betas) != 2: raise InputError(f"betas must be two numbers, not {betas!r}")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise InputError(f"betas must be two numbers, not {betas!r}")
     for beta in betas: _check_number("each of betas", beta, below=1.0)
+    for key in ("normalize", "skip_nonfinite", "compiled"):
+        if not isinstance(group.get(key, False), bool):  # every text would count as True
+            raise InputError(f"{key} must be True or False, not {group[key]!r}")
+    if type(seed := group.get("seed", 0)) is not int or not 0 <= seed < 2**63:
+        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")
     for p in group["params"]:
         if p.dtype not in (torch.float32, torch.float64):
             raise InputError(f"update rules take float32 or float64 parameters, not {p.dtype}")
@@ -127,7 +134,7 @@ class GeometryOptimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         group = self.param_groups[-1]
         try:
-            group["fmt"] = get_format(group["fmt"])
+            group["fmt"] = signed_format(group["fmt"])
             check_sign_magnitude(group["fmt"])
             _check_common(group)
             self.check(group)

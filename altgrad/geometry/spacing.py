@@ -29,11 +29,11 @@ def floor_at(
     floor_octaves: float | None = None,  # R: floor 2^-R times the spacing at `amax`
 ) -> Tensor:  # shape and dtype of `amax`; 0 where neither is set
     "The floor under the stiffness of tensors with these amax; InputError for a bad setting."
-    if damping < 0 or not math.isfinite(damping):
-        raise InputError(f"damping must be at least 0 and finite, not {damping}")
+    if not isinstance(damping, (int, float)) or not 0 <= damping < math.inf:
+        raise InputError(f"damping must be at least 0 and finite, not {damping!r}")
     if floor_octaves is None: return torch.full_like(amax, damping)
-    if not floor_octaves >= 0:
-        raise InputError(f"floor_octaves must be at least 0, not {floor_octaves}")
+    if not isinstance(floor_octaves, (int, float)) or not floor_octaves >= 0:
+        raise InputError(f"floor_octaves must be None or at least 0, not {floor_octaves!r}")
     return (ulp(fmt, amax) * 2.0**-floor_octaves).clamp(min=damping)
 
 # %% ../../nbs/geometry/00_spacing.ipynb #7e263bf6

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map
 # %% ../../nbs/geometry/03_storage.ipynb #9a3cd6be
 from ..basics import InputError, unknown
 from ..numbers.blocks import block_scales, grown, roomier
-from ..numbers.formats import WIDE, FP8Format, check_float, get_format, kind_of
-from ..numbers.kernels import (CHUNK, batch_noise, first_bits, is_readable, kernel, native, note_eager, plan,
+from ..numbers.formats import WIDE, FP8Format, check_float, kind_of, signed_format
+from ..numbers.kernels import (CHUNK, batch_noise, first_bits, is_plain, is_readable, kernel, native,
+                                     note_eager, plan,
                                      rounding_key)
 from ..numbers.scaling import compute_scale
 from .keeping import Storage, pack, pack_bits, unpack, unpack_bits
@@ -326,10 +327,25 @@ def _first_scales(
         f"{list(w.shape)}"
     )
 
+# %% ../../nbs/geometry/03_storage.ipynb #f0c4b6d2
+def _check_weight(w: Any) -> None:
+    """InputError for what has no place on a grid. One NaN or infinity would take a code, and
+    the scale of all others with it."""
+    check_float(w, "a grid")
+    if not w.numel(): raise InputError("a grid needs values, and the tensor is empty")
+    if not is_plain(w) or w.is_meta or w.isfinite().all(): return
+    wrong = int((~w.isfinite()).sum())
+    raise InputError(f"weights on a grid must be finite, and {wrong} of {w.numel()} are not")
+
+def _check_numbers(*numbers: Any) -> None:
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < 2**63:
+            raise InputError(f"seed and tensor must be whole numbers from 0 to 2^63 - 1, not {number!r}")
+
 # %% ../../nbs/geometry/03_storage.ipynb #eeeeaabe
 def make_grid_tensor(
-    w: Tensor,  # float32 or float64 values of any shape; others become float32
-    fmt: FP8Format | str,  # ignored by a storage with a format of its own
+    w: Tensor,  # finite values of any shape, float32 or float64; others become float32
+    fmt: FP8Format | str,  # with a sign; ignored by a storage with a format of its own
     storage: str,  # one of `grid_storages()`
     seed: int = 0,  # of stochastic rounding
     tensor: int = 0,  # number of the tensor in its model, so that no two draw the same
@@ -337,11 +353,12 @@ def make_grid_tensor(
     counted: bool = True,  # whether writes count what they do, which takes a fifth of their time
 ) -> GridTensor:
     """`w` rounded to nearest onto the grid under its power-of-two scale, or those of its blocks,
-    as a `GridTensor` that later writes round as `storage` says."""
+    as a `GridTensor` that later writes round as `storage` says; InputError for what no grid has."""
     if storage not in grid_storages(): raise unknown("grid storage", storage, grid_storages())
     kind = STORAGES[storage]
-    fmt = get_format(kind.fmt or fmt)
-    check_float(w, "a grid")
+    fmt = signed_format(kind.fmt or fmt)
+    _check_weight(w)
+    _check_numbers(seed, tensor)
     given, w = w.dtype, w.detach() if w.dtype == torch.float64 else w.detach().float()
     held = _first_scales(w, kind, fmt, granularity)
     writes = torch.zeros((), dtype=torch.int64)  # stays on the host: it is part of a key
@@ -464,13 +481,19 @@ def _refuse_scaling(layers: dict[str, nn.Module]) -> None:
                          f"scaling must be current, not {scaling}")
 
 # %% ../../nbs/geometry/03_storage.ipynb #beb139e5
+def _grid_of(name: str, layer: Any, storage: str, seed: int, number: int) -> GridTensor:
+    "A layer's weight on the grid; an InputError names the layer."
+    shared = getattr(layer, "weight_granularity", "tensor")
+    try: return make_grid_tensor(layer.weight, layer.weight_format, storage, seed, number, shared)
+    except InputError as e: raise InputError(f"{name}.weight: {e}") from None
+
 def store_on_grid(
     model: nn.Module,  # quantized by `quantize_model`; changed in place
     storage: str,  # one of `STORAGES` but `fp32`; `master` changes nothing
     seed: int = 0,  # of stochastic rounding
 ) -> list[str]:  # qualified names of the layers
-    """Gives every quantized layer's weight its storage; InputError for tied weights,
-    an unquantized model, or an unknown storage."""
+    """Gives every quantized layer's weight its storage; InputError, and an untouched model, for
+    tied weights or such that are not finite, an unquantized model, or an unknown storage."""
     allowed = [name for name, kind in STORAGES.items() if kind.quantized]
     if storage not in allowed: raise unknown("storage", storage, allowed)
     layers = {name: m for name, m in model.named_modules() if hasattr(m, "weight_format")}
@@ -481,12 +504,8 @@ def store_on_grid(
     if not STORAGES[storage].on_grid: return list(layers)
     _refuse_shared(model, layers)
     _refuse_scaling(layers)
-    for number, layer in enumerate(layers.values()):
-        shared = getattr(layer, "weight_granularity", "tensor")
-        grid = make_grid_tensor(
-            layer.weight, layer.weight_format, storage, seed, number, shared
-        )
-        layer.weight = nn.Parameter(grid)
+    grids = [_grid_of(name, layer, storage, seed, i) for i, (name, layer) in enumerate(layers.items())]
+    for layer, grid in zip(layers.values(), grids): layer.weight = nn.Parameter(grid)
     return list(layers)
 
 # %% ../../nbs/geometry/03_storage.ipynb #b1ed76ab

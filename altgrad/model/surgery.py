@@ -176,6 +176,20 @@ def _manifold_class(options: Mapping[str, Any]) -> Any:
         ) from None
     return FP8Manifold
 
+# %% ../../nbs/model/04_surgery.ipynb #d1341d01
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    "Return whether a tensor of one shape broadcasts to the other."
+    try: return torch.broadcast_shapes(shape, to) == to
+    except RuntimeError: return False
+
+def _check_scale(name: str, w: torch.Tensor, m: Any) -> None:
+    "InputError for a manifold whose scale is not one of the weight's."
+    if w.dtype == torch.float32 and not m.in_float32:
+        raise InputError(f"{name}: float32 does not hold the scale of {m}")
+    if not _broadcasts(m.scale.shape, w.shape):
+        raise InputError(f"{name}: a scale of shape {list(m.scale.shape)} does not broadcast to "
+                         f"the weight's {list(w.shape)}")
+
 # %% ../../nbs/model/04_surgery.ipynb #74d581c0
 def _manifold_parameters(
     decisions: list[_Decision],
@@ -183,6 +197,10 @@ def _manifold_parameters(
 ) -> dict[int, nn.Parameter]:
     "By the identity of each weight that gets a format, the parameter that is to take its place."
     if manifold is False: return {}
+    if manifold is not True and not isinstance(manifold, Mapping):
+        raise InputError(
+            f"manifold must be True, False, or options ({', '.join(MANIFOLD_OPTIONS)}), not {manifold!r}"
+        )
     options = {} if manifold is True else dict(manifold)
     FP8Manifold = _manifold_class(options)
     from geoopt import ManifoldParameter
@@ -202,6 +220,7 @@ def _manifold_parameters(
                              f"scaling must be current, not {scaling}")
         scale = compute_scale(w.detach().abs().amax(), fmt)
         m = FP8Manifold(fmt, **{"scale": scale, **options})
+        _check_scale(name, w, m)
         parameter = ManifoldParameter(w.detach(), manifold=m, requires_grad=w.requires_grad)
         made.setdefault(id(w), parameter)
     return made

@@ -600,7 +600,8 @@ def _refuse_number(what: str, given: Any, allowed: Iterable[int]) -> None:
         raise unknown(what, given, map(str, allowed))
 
 def _refuse_types(seed: Any, release_gradients: Any) -> None:
-    if type(seed) is not int: raise InputError(f"seed must be an int, not {seed!r}")
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")
     if type(release_gradients) is not bool:
         raise InputError(f"release_gradients must be True or False, not {release_gradients!r}")
 

@@ -210,14 +210,19 @@ class Monitors:
         model: nn.Module,
         optimizers: Iterable[torch.optim.Optimizer] = (),  # whose weight decay is looked at
         every: int | None = None,  # steps between measurements; None: 1 with a compiler, 10 without
-        histogram_every: int = 10,  # steps between histograms, a multiple of `every`
+        histogram_every: int = 10,  # steps between histograms, each at the next measurement
         health_every: int = 100,  # steps between looks at the singular values
     ):
         self.model, self.optimizers = model, list(optimizers)
         cheap = compiles()  # waits for the kernels in C++, so that a run has the same sums from its first step on
         if every is None: every = 1 if cheap else 10
-        if min(every, histogram_every, health_every) < 1:
-            raise InputError("every, histogram_every and health_every must be at least 1")
+        times = {"every": every, "histogram_every": histogram_every, "health_every": health_every}
+        for what, steps in times.items():
+            if type(steps) is not int or steps < 1:
+                raise InputError(f"{what} must be a whole number of at least 1, not {steps!r}")
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise InputError(f"optimizers must be of torch.optim.Optimizer, not {optimizer!r}")
         self.every, self.histogram_every, self.health_every = every, histogram_every, health_every
         self.points, self.updates = PointCounts(model), UpdateCounts(model)
         self.of_gradients, self.attention = GradientCounts(model), AttentionEntropy(model)

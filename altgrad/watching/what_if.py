@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..basics import InputError, make_folder, tell, write_atomic
-from ..numbers.formats import FP8Format, get_format
+from ..numbers.formats import FP8Format, signed_format
 from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import scale_of
 from .recording import check_zip
@@ -155,7 +155,7 @@ def what_if(
     _, layers = read_dump(folder)
     if not layers: raise InputError(f"{folder}: no linear layer or convolution was dumped")
     key = 0 if rounding == "stochastic" else None
-    q = _Rounder(get_format(fmt), granularity, rounding, key)
+    q = _Rounder(signed_format(fmt), granularity, rounding, key)
     return [_layer(name, kept, q) for name, kept in layers.items()]
 
 def what_if_table(
