@@ -217,13 +217,15 @@ def read_parquet(
     path: Path | str,
     columns: list[str] | None = None,  # those that are read; None reads all
 ) -> list[dict[str, Any]]:  # column -> value, a row each
-    "The rows of a parquet file; pyarrow's errors and OSError for what is none."
+    """The rows of a parquet file; pyarrow's errors and OSError for what is none,
+    or for a page that is not as its checksum says, where it has one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     # by Arrow: its threads may hold a Python file's bytes when the process ends, which aborts it;
     # in bytes: a text must be UTF-8
-    with pa.OSFile(os.fsencode(path)) as file: return pq.read_table(file, columns=columns).to_pylist()
+    with pa.OSFile(os.fsencode(path)) as file:
+        return pq.read_table(file, columns=columns, page_checksum_verification=True).to_pylist()
 
 # %% ../nbs/basics.ipynb #opname02
 def operator_name(

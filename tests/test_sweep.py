@@ -1,5 +1,6 @@
 """The sweep as a program: killed, continued, torn, refused; and rows that do not depend on who
 computed them."""
+import json
 import math
 import os
 import signal
@@ -177,6 +178,44 @@ def test_a_value_that_no_run_wrote_is_damage(key, value):
         check_row(row, "ledger.jsonl is damaged in line 1")
 
 
+@pytest.mark.parametrize("key, value, words", [
+    ("val_loss", -3.0, "at least 0"), ("lr", -1.0, "at least 0"), ("seed", -4, "at least 0"),
+    ("seconds", -1, "at least 0"),
+    ("format", "E9M9", "unknown format"), ("storage", "grid_nearst", "did you mean grid_nearest"),
+    ("rule", "adam", "unknown rule"), ("split", "train", "unknown split"),
+    ("error", "it failed", "an error and a val_loss"),
+])
+def test_a_value_that_no_run_can_have_is_damage(tmp_path, key, value, words):
+    row = {"run": "a", "val_loss": 2.5, "power": -1.0}
+    check_row(row, "")
+    (tmp_path / "ledger.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, key: value}) + "\n")
+    with pytest.raises(InputError, match=f"damaged in line 2: .*{words}"): Ledger(tmp_path).rows()
+
+
+def test_lines_that_end_otherwise_are_not_passed_over(tmp_path):
+    lines = [json.dumps({"run": name, "val_loss": 2.5}) for name in "ab"]
+    def ledger(end):
+        (tmp_path / "ledger.jsonl").write_bytes("".join(line + end for line in lines).encode())
+        return Ledger(tmp_path).rows()
+    assert len(ledger("\n")) == len(ledger("\r\n")) == 2
+    with pytest.raises(InputError, match="end with a newline"): ledger("\r")
+
+
+def test_a_flipped_bit_of_a_stored_ledger_is_found(tmp_path):
+    "Wherever it lies in the pages; what follows them has no checksum, and is read or refused."
+    rows = [{"run": f"{n:04}", "val_loss": n / 7, "curve": [n / 3, n / 9]} for n in range(300)]
+    compact(rows, tmp_path / "good.parquet")
+    data = (tmp_path / "good.parquet").read_bytes()
+    end = len(data) - 8 - int.from_bytes(data[-8:-4], "little")  # where the footer begins
+    for at in range(100, end, 211):
+        bad = bytearray(data)
+        bad[at] ^= 1 << at % 8
+        (tmp_path / "bad.parquet").write_bytes(bad)
+        try: found = read_rows(tmp_path / "bad.parquet")
+        except InputError: continue
+        assert found == read_rows(tmp_path / "good.parquet"), at  # a statistic that nothing reads
+
+
 def test_a_link_to_itself_is_no_ledger(tmp_path):
     (tmp_path / "ledger.jsonl").symlink_to(tmp_path / "ledger.jsonl")
     with pytest.raises(InputError, match="is not a file"): Ledger(tmp_path).rows()
@@ -210,6 +249,16 @@ def test_identity_is_stable_and_knows_the_text(here):
         (("seeds: [0]", f"seeds: {10**30}"), "confirm seeds"),
         (("power: 0,", f"power: {10**30},"), "power"),
         (("power: 0,", "rule: {a: 1},"), "rule must be text"),
+        (("points: 3", "points: [3, 5]"), "points must be one whole number"),
+        (("most: 3", "most: [3, 5]"), "most must be one whole number"),
+        (("tier: 0", "tier: [0, 1]"), "tier must be one whole number"),
+        (("{format: E4M3,", "{format: [E4M3, e4m3],"), "one arm twice"),
+        (("power: 0,", "rule: adamw, floor_octaves: 4,"), "adamw has no floor_octaves"),
+        (("power: 0,", "exclude: {rule: adamw},"), "matches no arm"),
+        (("power: 0,", "exclude: {rul: adamw},"), "did you mean rule"),
+        (("power: 0,", "exclude: {lr: 1.0e+30},"), "unknown key in exclude"),
+        (("tune:", "extend_power: {step: 0.5}\ntune:"), "needs a value for 'limit'"),
+        (("tune:", "extend_power: {limit: 2}\ntune:"), "needs a value for 'step'"),
     ],
 )
 def test_bad_matrix_is_one_line(here, capsys, change, words):
@@ -217,6 +266,24 @@ def test_bad_matrix_is_one_line(here, capsys, change, words):
     code = main(["sweep", str(here / "bad.yaml"), *command(here, "bad")[3:]])
     said = capsys.readouterr()
     assert code == 2 and said.err.count("\n") == 1 and words in said.err and not said.out
+
+
+def test_an_exclusion_knows_the_defaults():
+    "What an entry leaves out is what `Arm` says."
+    def arms(exclude):
+        text = MATRIX.replace("power: [0, 1], lr", f"power: [0, 1], exclude: {exclude}, lr")
+        return [(a.format, a.storage, a.power) for a, _ in read_matrix(text).cells]
+    every = [("E4M3", s, p) for s in ("fp32", "grid_stochastic") for p in (0, 1)] + [("E7M0", "fp32", 0)]
+    assert arms("{rule: stiffness_adamw, power: 1}") == [arm for arm in every if arm[2] == 0]
+    assert arms("{moments: float32, storage: fp32}") == every[2:]
+    assert arms("[{power: 1.0, storage: fp32}, {power: 0, storage: fp32}]") == every[2:]
+
+
+def test_powers_are_extended_only_where_a_rule_reads_one():
+    text = MATRIX.replace(", power: [0, 1]", ", rule: adamw").replace(", power: 0", ", rule: adamw")
+    assert len(read_matrix(text).cells) == 3
+    with pytest.raises(InputError, match="no arm has one"):
+        read_matrix(text + "extend_power: {step: 0.5, limit: 2}\n")
 
 
 def test_a_second_writer_is_refused(here, capsys):

@@ -276,7 +276,7 @@ def _check_arm(a: Arm) -> None:
         raise InputError(
             f"power must be a number from -{MOST_POWER} to {MOST_POWER}, not {a.power:g}"
         )
-    for key in ("power", "placement", "formula", "weight_decay"):
+    for key in ("power", "placement", "floor_octaves", "formula", "weight_decay"):
         usual = Arm.__dataclass_fields__[key].default
         if a.rule not in RULES: break  # a row's, of code that this process does not have
         if getattr(a, key) != usual and key not in RULES[a.rule].reads.split():

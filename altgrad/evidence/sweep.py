@@ -41,8 +41,9 @@ from rich.progress import (
 from ..basics import (InputError, html_card, is_number, one_line, parse_json, parse_yaml,
                             read_parquet, svg_bars, tell, unknown, write_atomic)
 from ..geometry.catalogue import RULES
-from ..geometry.outside import recall, sources_of, use_rule, use_storage
+from ..geometry.outside import is_full, recall, sources_of, use_rule, use_storage
 from ..geometry.storage import STORAGES
+from ..numbers.formats import get_format
 from ..training.data import ARCHIVE
 from ..training.tracking import check_place, git_commit, machine, read_line, versions
 from .instrument import (LATER, MOST_POWER, SPLITS, VERSION, Arm, Bench, Task,
@@ -88,6 +89,7 @@ _KEYS = {
     "arms": (*AXES, "lr", "exclude"),
     "tune": ("seeds", "points", "most"),
     "confirm": ("seeds", "checkpoints"),
+    "exclude": AXES,
     "extend_power": ("step", "limit"),
     "task": tuple(f.name for f in fields(Task)),
 }
@@ -134,6 +136,11 @@ def _whole(values: Any, what: str, low: int = 0) -> tuple[int, ...]:
     raise InputError(f"{what} must be different whole numbers from {low} to 2^31 - 1, not {shown}")
 
 # %% ../../nbs/evidence/01_sweep.ipynb #4781b477
+def _one(value: Any, what: str, low: int = 0) -> int:
+    "One whole number below 2^31, and no list; InputError otherwise."
+    if not isinstance(value, list): return _whole(value, what, low)[0]
+    raise InputError(f"{what} must be one whole number, not the list {str(value)[:100]}")
+
 MOST_ARMS = 2000  # of a matrix
 MOST_RUNS = 50_000  # that tuning begins with
 MOST_RATES = 99  # of an arm
@@ -145,27 +152,39 @@ def _axes(entry: Any) -> dict[str, list[Any]]:
             if key in AXES}
 
 # %% ../../nbs/evidence/01_sweep.ipynb #4aaf2eea
+_USUAL = {key: Arm.__dataclass_fields__[key].default for key in AXES}
+
 def _fits(cell: Mapping[str, Any], excluded: Mapping[str, Any]) -> bool:
-    "Return whether an entry of `exclude` matches this cell."
-    return all(cell.get(key) in _list(values) for key, values in excluded.items())
+    "Return whether an entry of `exclude` matches this cell, in what it leaves to the defaults, too."
+    said = {**_USUAL, **cell}
+    return all(said[key] in _list(values) for key, values in excluded.items())
+
+def _kept(entry: Any) -> list[dict[str, Any]]:
+    "The cells of one entry of `arms`; InputError for an `exclude` that matches none."
+    axes = _axes(entry)
+    cells = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+    excluded = _list(entry["exclude"]) if "exclude" in entry else []
+    for one in excluded:
+        if not any(_fits(cell, _part(one, "exclude")) for cell in cells):
+            raise InputError(f"exclude {one} matches no arm of its entry")
+    return [cell for cell in cells if not any(_fits(cell, one) for one in excluded)]
 
 # %% ../../nbs/evidence/01_sweep.ipynb #2b4b4c4c
 def _cells(entry: Any, corpus: str, checkpoint: str) -> Iterator[tuple[Arm, float]]:
     "The arms of one entry of `arms`."
-    axes = _axes(entry)
-    exclude = [_part(e, "arms") for e in _list(entry["exclude"])] if "exclude" in entry else []
-    for values in itertools.product(*axes.values()):
-        cell = dict(zip(axes, values))
-        if any(_fits(cell, e) for e in exclude): continue
+    for cell in _kept(entry):
         arm = Arm(**cell, corpus=corpus, checkpoint=checkpoint, lr=entry["lr"])
         if not 0 < arm.lr <= 1e100:
             raise InputError(f"lr must be above 0 and at most 1e100, not {arm.lr}")
         yield replace(arm, lr=0.0), arm.lr
 
 # %% ../../nbs/evidence/01_sweep.ipynb #c3c6ae41
-def _powers(given: Any) -> tuple[float, float]:
+def _powers(given: Any, cells: Iterable[tuple[Arm, float]]) -> tuple[float, float]:
     "Step and limit of `extend_power`; InputError otherwise."
-    powers = {"step": 0, "limit": 0, **_part(given, "extend_power")}
+    if given is None: return 0.0, 0.0
+    if not any(arm.rule in RULES and "power" in RULES[arm.rule].reads.split() for arm, _ in cells):
+        raise InputError("extend_power is for rules that read a power, and no arm has one")
+    powers = _part(given, "extend_power", ("step", "limit"))
     for key, value in powers.items():
         if not is_number(value) or not 0 <= value <= MOST_POWER:
             raise InputError(
@@ -201,7 +220,7 @@ def _seeds(tune: Any, confirm: Any, checkpoints: int) -> tuple[tuple[int, ...], 
 # %% ../../nbs/evidence/01_sweep.ipynb #da9526a4
 def _grid_size(points: Any, most: Any) -> tuple[int, int]:
     "Return the numbers of learning rates tried at first and at most; InputError if not allowed."
-    first, last = _whole(points, "points", 3)[0], _whole(most, "most", 3)[0]
+    first, last = _one(points, "points", 3), _one(most, "most", 3)
     if first % 2 == 0 or not first <= last <= MOST_RATES:
         raise InputError(
             f"points must be odd and at most `most`, and that at most {MOST_RATES}, not {first} "
@@ -229,11 +248,12 @@ def read_matrix(
     cells: list[tuple[Arm, float]] = []
     for entry in entries:
         cells += _cells(entry, _printable(given["corpus"], "corpus"), checkpoints[0])
-    if not cells or len({arm for arm, _ in cells}) < len(cells):
+    # E4M3 and e4m3 are one format
+    if not cells or len({replace(a, format=get_format(a.format).name) for a, _ in cells}) < len(cells):
         raise InputError("the matrix has no arm, or one arm twice")
-    return Matrix(_printable(given["name"], "name"), _whole(given["tier"], "tier")[0], tuple(cells),
+    return Matrix(_printable(given["name"], "name"), _one(given["tier"], "tier"), tuple(cells),
                   checkpoints, *seeds, points, most,
-                  *_powers(given.get("extend_power", {})),
+                  *_powers(given.get("extend_power"), cells),
                   Task(**_part(given.get("task", {}), "task")), others)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #38eddc1a
@@ -378,18 +398,20 @@ class Column(NamedTuple):
     "The kind of a row's value, and which rows need it."
     kind: str  # text, flag, number, whole number, mapping, list or any
     needed: str = ""  # by every row, by one with a result, or by one that can be replayed
+    least: float | None = None  # that a number can be
 
 _KINDS: dict[str, type | None] = {
     "text": str, "flag": bool, "number": None, "whole number": int, "mapping": dict, "list": list
 }
 _OF_ARM = {"str": "text", "float": "number", "int": "whole number"}
 _ARM = {f.name: Column(_OF_ARM[getattr(f.type, "__name__", str(f.type))],
-                       "" if f.name in LATER else "replay") for f in fields(Arm)}
+                       "" if f.name in LATER else "replay", None if f.name == "power" else 0)
+        for f in fields(Arm)}
 
 # %% ../../nbs/evidence/01_sweep.ipynb #c66db850
 COLUMNS = {  # the one table of what is read from a row: in this order a missing value is named
     "run": Column("text", "row"),
-    "val_loss": Column("number", "result"),
+    "val_loss": Column("number", "result", 0),
     **_ARM,
     "task": Column("mapping", "replay"),
     "corpus_sha": Column("text", "replay"),
@@ -403,9 +425,9 @@ COLUMNS = {  # the one table of what is read from a row: in this order a missing
     "stage": Column("text"),
     "matrix": Column("text"),
     "code": Column("text"),
-    "raw_loss": Column("number"),
-    "seconds": Column("number"),
-    "stall": Column("number"),
+    "raw_loss": Column("number", least=0),
+    "seconds": Column("number", least=0),
+    "stall": Column("number", least=0),
     "sources": Column("mapping"),  # texts of rules and storages from outside, by name
     "curve": Column("list"),
 }
@@ -426,15 +448,29 @@ def check_row(
     missing = _missing(row, "row")
     if not missing and not row.get("error"): missing = _missing(row, "result")
     if missing: raise InputError(f"{place}: it has no {missing}")
+    if row.get("error") and row.get("val_loss") is not None:
+        raise InputError(f"{place}: it has an error and a val_loss")
     for key, column in COLUMNS.items():
-        if row.get(key) is not None: _check_value(row[key], column.kind, f"{place}: {key}")
+        if row.get(key) is not None: _check_value(row[key], column, f"{place}: {key}")
+    try: _check_names(row)
+    except InputError as e: raise InputError(f"{place}: {e}") from None
 
 # %% ../../nbs/evidence/01_sweep.ipynb #04537336
-def _check_value(value: Any, kind: str, what: str) -> None:
-    "InputError for a value that is not of a column's kind."
+def _check_names(row: Mapping[str, Any]) -> None:
+    "InputError for a format, rule, storage or split that there is not; those from outside have a hash."
+    if row.get("format") is not None: get_format(row["format"])
+    for key, known in (("rule", RULES), ("storage", STORAGES), ("split", SPLITS)):
+        name = row.get(key)
+        if name is not None and name not in known and not is_full(name): raise unknown(key, name, known)
+
+def _check_value(value: Any, column: Column, what: str) -> None:
+    "InputError for a value that is not of a column's kind, or too small."
+    kind = column.kind
     holds = kind == "any" or type(value) is _KINDS.get(kind)
     if kind == "number": holds = is_number(value)
     if not holds: raise InputError(f"{what} must be a {kind}, not {one_line(value, 60)!r}")
+    if column.least is not None and kind in ("number", "whole number") and value < column.least:
+        raise InputError(f"{what} must be at least {column.least}, not {value}")
     if kind == "text" and len(value) > 1000:
         raise InputError(f"{what} has {len(value)} characters; allowed: 1000")
     if kind == "list" and any(v is not None and not is_number(v) for v in value):
@@ -459,8 +495,10 @@ class Ledger:
         or whose values cannot be a run's."""
         if not os.path.lexists(self.path): return []
         if not self.path.is_file(): raise InputError(f"{self.path} is not a file")
-        try: lines = self.path.read_bytes().split(b"\n")[:-1]
+        try: *lines, torn = self.path.read_bytes().split(b"\n")
         except OSError as e: raise InputError(f"cannot read {self.path}: {e.strerror}") from None
+        if b"\r" in torn:  # a line that was cut off has none
+            raise InputError(f"{self.path} is damaged: its lines must end with a newline, not a carriage return")
         rows = [read_line(line) for line in lines]
         if None in rows[:-1]:
             raise InputError(
@@ -928,7 +966,8 @@ def compact(
     said = [f.name for f in table.schema if f.type == pa.string()
             and 4 * len(table[f.name].unique()) < len(table)]
     def write(file: Any) -> None:
-        pq.write_table(table, file, compression="zstd", compression_level=19, use_dictionary=said)
+        pq.write_table(table, file, compression="zstd", compression_level=19, use_dictionary=said,
+                       write_page_checksum=True)
     write_atomic(path, write)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #9ae3dc60
