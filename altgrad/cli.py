@@ -217,6 +217,15 @@ def _setting(text: str) -> tuple[str, str]:
     if not equals or not key: raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key.strip(), value.strip()
 
+def _changes(args: argparse.Namespace) -> dict[str, str]:
+    "What --set says, by setting; InputError for one that is given twice."
+    from altgrad.basics import InputError
+
+    keys = [key for key, _ in args.changes]
+    for key in keys:
+        if keys.count(key) > 1: raise InputError(f"--set {key} is given {keys.count(key)} times")
+    return dict(args.changes)
+
 def _command(
     commands: Any, name: str, does: str, epilog: str = "", **more: Any
 ) -> argparse.ArgumentParser:
@@ -571,7 +580,7 @@ def _train(args: argparse.Namespace) -> int:
     from altgrad.training.trainer import Trainer, succeeded
 
     mirror = args.wandb or usual_mirror()
-    config = agree(find_config, args.config, dict(args.changes))
+    config = agree(find_config, args.config, _changes(args))
     trainer = Trainer(config, args.out, mirror=mirror)
     if rank() == 0: _announce(args, [trainer])
     record = trainer.run(progress=not args.json)
@@ -644,7 +653,7 @@ def _compare(args: argparse.Namespace) -> int:
         for t in trainers: t.mirror = mirror
         _announce(args, trainers)
 
-    configs = [find_config(spec, dict(args.changes)) for spec in args.config]
+    configs = [find_config(spec, _changes(args)) for spec in args.config]
     result = compare(configs, args.out, not args.json, announce=announce, seeds=args.seeds)
     figure = Path(args.out) / "comparison.png"
     save_figure(plot_comparison(result), figure)
@@ -767,7 +776,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.workers < 1: raise InputError(f"--workers must be at least 1, not {args.workers}")
     protocol = PROTOCOLS["bench-1-quick" if args.quick else "bench-1"]
     shared: dict[str, Any] = {"storage": args.storage, "rule": args.rule}
-    for key, value in args.changes:
+    for key, value in _changes(args).items():
         if key not in _OF_RULES: raise unknown("setting", key, _OF_RULES)
         shared[key] = parse_yaml(value, key)
     names = dict.fromkeys(name.strip() for name in args.format.split(","))

@@ -308,6 +308,8 @@ def texts(tmp_path):
         (["train", "e4m3_fp8", "--set", "name=a\nb"], "cannot name a folder"),
         (["train", "e4m3_fp8", "--set", f"name={'n' * 300}"], "cannot name a folder"),
         (["train", "e4m3_fp8", "--set", "seed=-1"], "seed must be at least 0"),
+        (["train", "e4m3_fp8", "--set", "lr=1e-3", "--set", "lr=1e-4"], "--set lr is given 2 times"),
+        (["train", "e4m3_fp8:storage=fp32", "--set", "rules=head: weight=E3M4"], "rules needs a storage that is"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_writes_nothing(env, texts, args, words):

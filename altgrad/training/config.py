@@ -263,9 +263,10 @@ def _check_points(c: TrainConfig) -> None:
     "InputError for points that cannot be read, or that nothing would use."
     for key in ("activation", "gradient", "weight_gradient", "head"):
         read_precision(getattr(c, key))
+    parse_rules(c.rules)
+    for key in ("activation", "gradient", "weight_gradient", "head", "rules"):
         if getattr(c, key) is not None and not STORAGES[c.storage].quantized:
             raise InputError(f"{key} needs a storage that is quantized; storage is {c.storage}")
-    parse_rules(c.rules)
     Interventions(nn.Module(), [], words_of(c.interventions))
     if c.accumulation is not None: one_of("accumulation", c.accumulation, ("rescaled",))
     if c.residual_clamp == 0: raise InputError("residual_clamp must be above 0, or null")
