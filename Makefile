@@ -80,9 +80,10 @@ style: $(INSTALLED) ## measure how the code reads, beside what is wanted
 house: $(INSTALLED) ## draw the floors and who imports whom, nbs/images/house.svg
 	@$(BIN)/python .ci/house.py
 
-# Nothing is trained: the pages read nbs/results/ledger (.ci/ledger.py writes it from a sweep's own ledger).
-EVIDENCE := the_answer failure_atlas dashboard better_rule
-evidence: $(INSTALLED) ## rebuild every table and figure of the central study from the stored ledger (a minute)
+# Nothing is trained: the pages read nbs/results (.ci/ledger.py writes what a sweep's own ledger says).
+EVIDENCE := failure_atlas dashboard better_rule loss_against_bits narrow_formats other_reasons other_rules \
+    second_task sizes ten_million the_answer
+evidence: $(INSTALLED) ## rebuild every table and figure of the studies from the stored rows (some minutes)
 	@$(ISOLATED) $(BIN)/python .ci/notebooks.py execute $(EVIDENCE:%=nbs/studies/%.ipynb)
 	@$(BIN)/python .ci/answer.py
 	@$(BIN)/python .ci/summary.py

@@ -1,0 +1,142 @@
+"""The other update rules by format and storage: what tier 4 of the central study says of them.
+
+Their runs are made by `altgrad sweep nbs/studies/matrices/tier4.yaml`; the page is nbs/studies/other_rules.ipynb.
+"""
+from itertools import product
+from pathlib import Path
+from typing import Callable, Iterable, Mapping, NamedTuple
+
+import numpy as np
+
+from altgrad.evidence.instrument import Arm
+from altgrad.evidence.study import (
+    POWERS, RANKED, SMALLEST, Effect, Study, Weights, build_study, contrast, effect, gain, is_frozen, metric,
+    read_ledger,
+)
+from altgrad.evidence.sweep import read_matrix
+from altgrad.training.experiment import HOLDS, OPEN, REFUTED
+
+HERE = Path(__file__).resolve().parents[1]
+MATRICES = tuple(f"tier{i}" for i in (1, 2, 3, 4))
+RULES = {"riemannian_adamw": "RiemannianAdamW", "madam": "Madam", "grid_sgd": "GridSGD"}
+STORED = {
+    "fp32": "FP32, nothing quantized", "master": "FP32 master weights",
+    "grid_stochastic": "on the grid, stochastic rounding", "grid_nearest": "on the grid, nearest rounding",
+}
+FORMATS = RANKED
+
+
+class Key(NamedTuple):
+    "A rule in a storage and a format."
+    rule: str
+    storage: str
+    format: str
+
+    def __str__(self) -> str: return f"{RULES[self.rule]} in {self.format} ({STORED[self.storage]})"
+
+
+KEYS = tuple(Key(r, s, f) for s in STORED for f in FORMATS for r in RULES)
+Gains = dict[Key, Effect]
+
+
+def stored() -> Study:
+    "The central study, from the stored rows."
+    matrices = [read_matrix((HERE / f"matrices/{name}.yaml").read_text()) for name in MATRICES]
+    return build_study(read_ledger(HERE.parent / "results/ledger"), matrices)
+
+
+def compared(study: Study, key: Key) -> Weights:
+    "The rule's arm and that of AdamW, weighted so that their sum is the rule's gain."
+    return gain(study, study.cell(key.format, key.storage, rule=key.rule))
+
+
+def gains(study: Study) -> Gains:
+    "What each arm with two complete seeds ends below AdamW in the same format and storage, in nats a byte."
+    found = {key: effect(contrast(study, compared(study, key))) for key in KEYS}
+    return {key: e for key, e in found.items() if e}
+
+
+def at_an_edge(study: Study, key: Key) -> bool:
+    "Whether a rate that the gain rests on, the rule's or AdamW's, lies at an end of those tried."
+    return any(study.tuned[cell].edge for cell in compared(study, key))
+
+
+def listed(keys: Iterable[Key], found: Gains) -> str:
+    "Arms, each with its gain."
+    return ", ".join(f"{key} {found[key].mean:+.3f}" for key in keys)
+
+
+def none_outside(found: Gains) -> tuple[str, str]:
+    "One arm beyond it refutes it; it holds only when all are run."
+    elsewhere = [key for key in KEYS if key.format != "E7M0"]
+    beyond = [key for key in elsewhere if key in found and found[key].low > SMALLEST]
+    if beyond: return REFUTED, listed(beyond, found)
+    missing = sum(key not in found for key in elsewhere)
+    if missing: return "not run to the end", f"{missing} of {len(elsewhere)} arms are missing"
+    unclear = [key for key in elsewhere if found[key].high > SMALLEST]
+    if unclear: return OPEN, f"an interval reaches further: {listed(unclear, found)}"
+    return HOLDS, f"the largest is {max(found[key].mean for key in elsewhere):+.3f}"
+
+
+def riemannian_in_e7m0(found: Gains) -> tuple[str, str]:
+    "It holds and is refuted by the interval."
+    key = Key("riemannian_adamw", "grid_stochastic", "E7M0")
+    if key not in found: return "not run", ""
+    e = found[key]
+    verdict = REFUTED if e.high < SMALLEST else HOLDS if e.low > SMALLEST else OPEN
+    return verdict, f"{e.mean:+.3f} [{e.low:+.3f}, {e.high:+.3f}]"
+
+
+CLAIMS: dict[str, Callable[[Gains], tuple[str, str]]] = {  # verdict and what it rests on
+    f"None of RiemannianAdamW, Madam and GridSGD gains {SMALLEST:g} nats over AdamW in any format but E7M0":
+        none_outside,
+    f"RiemannianAdamW gains {SMALLEST:g} nats over AdamW in E7M0 under stochastic rounding": riemannian_in_e7m0,
+}
+
+
+class Moving(NamedTuple):
+    "An arm under nearest rounding: how many codes change, and where it ends."
+    flips: float  # share of all codes, in a step
+    loss: float  # nats a byte
+
+
+def moving(study: Study, cell: Arm) -> Moving | None:
+    "None for an arm that has not been run, or of which half the runs diverged or ended above the frozen model."
+    runs = study.runs(cell)
+    if not runs or np.mean([is_frozen(r) for r in runs]) >= 0.5: return None
+    return Moving(metric(study, cell, "flips"), float(contrast(study, {cell: 1.0}).mean()))
+
+
+class Line(NamedTuple):
+    "A straight line from the logarithm of the share of codes that change to the loss."
+    slope: float  # nats for each doubling
+    at_one: float  # nats where all codes change
+    arms: int  # that it was drawn through
+
+    def loss(self, flips: float) -> float: return self.at_one + self.slope * float(np.log2(flips))
+
+
+def line_of_powers(study: Study) -> Line:
+    "The line through all formats' powers of S under nearest rounding; of the other rules it knows nothing."
+    cells = [study.cell(f, "grid_nearest", p) for f, p in product(FORMATS, POWERS)]
+    known = [m for cell in dict.fromkeys(cells) if (m := moving(study, cell))]
+    slope, at_one = np.polyfit([np.log2(m.flips) for m in known], [m.loss for m in known], 1)
+    return Line(float(slope), float(at_one), len(known))
+
+
+def misses(study: Study) -> dict[Key, float]:
+    "How far each rule's arm under nearest rounding ends above the line of powers, by its own share of moving codes."
+    line = line_of_powers(study)
+    known = {key: m for key in KEYS if key.storage == "grid_nearest"
+             and (m := moving(study, study.cell(key.format, key.storage, rule=key.rule)))}
+    return {key: m.loss - line.loss(m.flips) for key, m in known.items()}
+
+
+TYPICAL = 0.02  # nats: the root mean square of the misses that was said
+
+
+def on_the_line(found: Mapping[Key, float]) -> tuple[str, str]:
+    "Judged by the root mean square of the misses."
+    if len(found) < 2: return "not run", ""
+    typical = float(np.sqrt(np.mean([miss**2 for miss in found.values()])))
+    return HOLDS if typical < TYPICAL else REFUTED, f"{typical:.3f} over {len(found)} arms"

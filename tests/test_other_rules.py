@@ -1,0 +1,67 @@
+"""What tier 4 says of the other update rules: gains against plain arithmetic on rows, and verdicts
+against effects whose answer is known."""
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from altgrad.evidence.study import Effect, read_ledger
+from altgrad.training.experiment import HOLDS, OPEN, REFUTED
+
+HERE = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("other_rules", HERE / "nbs/studies/experiments/other_rules.py")
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
+NONE_OUTSIDE, IN_E7M0 = program.CLAIMS.values()
+THERE = program.Key("riemannian_adamw", "grid_stochastic", "E7M0")
+
+
+def an_effect(mean, half=0.002):
+    around = mean - half, mean + half
+    return Effect(mean, around, around, 0.5, (mean,) * 3, 8)
+
+
+def everywhere(mean): return {key: an_effect(mean) for key in program.KEYS}
+
+
+@pytest.mark.parametrize("mean, half, verdict", [
+    (-0.2, 0.002, HOLDS), (0.005, 0.002, HOLDS), (0.009, 0.002, OPEN), (0.011, 0.002, OPEN), (0.02, 0.002, REFUTED),
+])
+def test_one_arm_that_gains_refutes_the_first_claim(mean, half, verdict):
+    key = program.Key("madam", "fp32", "E4M3")
+    found = everywhere(-0.1) | {key: an_effect(mean, half)}
+    assert NONE_OUTSIDE(found)[0] == verdict
+    assert str(key) in NONE_OUTSIDE(found)[1] or verdict == HOLDS
+    assert NONE_OUTSIDE({k: e for k, e in found.items() if k != key})[0] == "not run to the end"
+    inside = everywhere(-0.1) | {THERE: an_effect(0.5)}
+    assert NONE_OUTSIDE(inside)[0] == HOLDS  # of E7M0 it says nothing
+
+
+@pytest.mark.parametrize("mean, verdict", [(0.02, HOLDS), (0.011, OPEN), (0.005, REFUTED), (-0.3, REFUTED)])
+def test_the_second_claim_is_judged_by_its_interval(mean, verdict):
+    assert IN_E7M0({THERE: an_effect(mean)})[0] == verdict
+    assert IN_E7M0({})[0] == "not run"
+
+
+def test_gains_are_means_over_pairs_of_rows():
+    "Of two rules in one cell, from the rows alone, by the rate that tuning took."
+    rows = [r for r in read_ledger(HERE / "nbs/results/ledger") if r["tier"] <= 4 and not r["error"]]
+    study = program.stored()
+    found = program.gains(study)
+    assert found
+    for key in list(found)[:: len(found) // 3]:
+        def losses(rule, power=None):
+            mine = [r for r in rows if (r["rule"], r["storage"], r["format"]) == (rule, key.storage, key.format)
+                    and (power is None or r["power"] == power) and r["placement"] == "update"]
+            rates = {}
+            for r in mine:
+                if r["stage"] == "tune": rates.setdefault(r["lr"], []).append(r["val_loss"])
+            best = min(rates, key=lambda lr: sum(rates[lr]) / len(rates[lr]))
+            return {(r["checkpoint"], r["seed"]): r["val_loss"] for r in mine
+                    if r["stage"] == "confirm" and r["lr"] == best}
+        plain, rule = losses("stiffness_adamw", 0.0), losses(key.rule)
+        seeds = {s for s in range(8) if all((c, s) in plain and (c, s) in rule for c in study.checkpoints)}
+        gaps = [plain[pair] - rule[pair] for pair in plain if pair[1] in seeds]
+        # sums of at most 24 losses and of their pieces in another order
+        assert found[key].mean == pytest.approx(sum(gaps) / len(gaps), abs=1e-12)
+        assert found[key].seeds == len(seeds)
