@@ -43,23 +43,25 @@ def test_the_second_claim_is_judged_by_its_interval(mean, verdict):
     assert IN_E7M0({})[0] == "not run"
 
 
+def losses(rows, key, rule, power=None):
+    "By checkpoint and seed, of a rule in the place of a key, at the rate that tuning took."
+    mine = [r for r in rows if (r["rule"], r["storage"], r["format"]) == (rule, key.storage, key.format)
+            and (power is None or r["power"] == power) and r["placement"] == "update"]
+    rates = {}
+    for r in mine:
+        if r["stage"] == "tune": rates.setdefault(r["lr"], []).append(r["val_loss"])
+    best = min(rates, key=lambda lr: sum(rates[lr]) / len(rates[lr]))
+    return {(r["checkpoint"], r["seed"]): r["val_loss"] for r in mine if r["stage"] == "confirm" and r["lr"] == best}
+
+
 def test_gains_are_means_over_pairs_of_rows():
-    "Of two rules in one cell, from the rows alone, by the rate that tuning took."
+    "Of some arms, from the rows alone."
     rows = [r for r in read_ledger(HERE / "nbs/results/ledger") if r["tier"] <= 4 and not r["error"]]
     study = program.stored()
     found = program.gains(study)
     assert found
     for key in list(found)[:: len(found) // 3]:
-        def losses(rule, power=None):
-            mine = [r for r in rows if (r["rule"], r["storage"], r["format"]) == (rule, key.storage, key.format)
-                    and (power is None or r["power"] == power) and r["placement"] == "update"]
-            rates = {}
-            for r in mine:
-                if r["stage"] == "tune": rates.setdefault(r["lr"], []).append(r["val_loss"])
-            best = min(rates, key=lambda lr: sum(rates[lr]) / len(rates[lr]))
-            return {(r["checkpoint"], r["seed"]): r["val_loss"] for r in mine
-                    if r["stage"] == "confirm" and r["lr"] == best}
-        plain, rule = losses("stiffness_adamw", 0.0), losses(key.rule)
+        plain, rule = losses(rows, key, "stiffness_adamw", 0.0), losses(rows, key, key.rule)
         seeds = {s for s in range(8) if all((c, s) in plain and (c, s) in rule for c in study.checkpoints)}
         gaps = [plain[pair] - rule[pair] for pair in plain if pair[1] in seeds]
         # sums of at most 24 losses and of their pieces in another order

@@ -763,6 +763,44 @@ def test_an_error_of_the_loop_is_the_loops():
     assert not optimizer._optimizer_step_pre_hooks
 
 
+@pytest.mark.parametrize("shape", ((108, 36), (8, 768), (144, 48), (180, 60), (2100,), (100, 30), (50, 41), (4095,)))
+@pytest.mark.parametrize("first", (1e-1, 1e-4))
+def test_the_elements_that_are_watched_are_from_the_whole_tensor(shape, first):
+    "Half of a tensor's updates are too small; both halves are watched, in proportion."
+    w = torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
+    optimizer, n = torch.optim.SGD([w], lr=1.0), w.numel()
+    g = torch.full((n,), 1e-1 if first == 1e-4 else 1e-4, dtype=torch.bfloat16)
+    g[: n // 2] = first
+    w.grad = g.view(shape)
+    before = w.detach().clone()
+    holder = torch.nn.Module()
+    holder.w = w
+    with altgrad.stall(holder, optimizer, every=1) as meter: optimizer.step()
+    [row] = meter.tensors.values()
+    assert abs(row.absorbed - (w == before).double().mean()) < 0.06  # a tenth of the end may be left out
+    assert row.watched == min(n, 2048)
+
+
+@pytest.mark.parametrize("kind", (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.ASGD))
+def test_parameters_without_dimensions_are_measured(kind):
+    class Gates(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (torch.nn.Parameter(torch.tensor(x)) for x in (1.0, 2.0))
+            self.line = torch.nn.Linear(3, 3)
+        def forward(self, x): return self.line(x) * self.a + self.b
+    model = Gates()
+    optimizer = kind(model.parameters(), lr=1e-2)
+    with altgrad.stall(model, optimizer, every=1) as meter:
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not meter.stopped and meter.steps == 3
+    assert {name: row.steps for name, row in meter.tensors.items()} == dict.fromkeys(
+        ("a", "b", "line.weight", "line.bias"), 3)
+
+
 def test_a_rate_of_zero_attempts_nothing():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)

@@ -442,6 +442,22 @@ def test_a_state_of_plain_adamw_and_of_other_bits_goes_on():
     assert equal(held[0], [again.state[p]["exp_avg"] for p in other.parameters()])
 
 
+@pytest.mark.parametrize("part, value, told", (
+    *(("scale", v, "positive and finite") for v in (float("nan"), float("inf"), -1.0, 0.0)),
+    ("scale", 0.3, "no power of two"), ("", 127, "no finite number"), ("writes", -5, "negative number of times"),
+    ("seed", -1, "whole numbers"),
+))
+def test_weights_that_no_write_leaves_are_not_loaded(part, value, told):
+    model = network()
+    altgrad.without_master(model, torch.optim.SGD, lr=0.1, moments=32)
+    name = next(key for key in model.state_dict() if key.endswith("weight_scale")).removesuffix("_scale")
+    state, before = copy.deepcopy(model.state_dict()), parts(model)
+    key = f"{name}_{part}" if part else name
+    state[key] = torch.full_like(state[key], value)
+    with pytest.raises(InputError, match=told): model.load_state_dict(state)
+    assert parts(model) == before
+
+
 @pytest.mark.parametrize("change", ("bfloat16", "half", "double"))
 def test_another_type_is_refused(change):
     model = network()

@@ -26,7 +26,7 @@ from ..geometry.optim import GeometryOptimizer, on_grids
 from ..geometry.rivals.lion import Lion
 from ..geometry.rivals.moments import (MOMENTS, SIGNED, SMALLEST, begin_anew, is_packed, moments_of,
                                              pack_moment, refuse_state, unpack_moment, with_moments)
-from ..geometry.storage import (GridTensor, encode, grown_scales, kept_finite,
+from ..geometry.storage import (GridTensor, check_parts, encode, grown_scales, kept_finite,
                                       make_grid_tensor)
 from .parallel import world
 from .surgery import SKIP
@@ -141,7 +141,9 @@ def _read_parts(state: Mapping[str, Any], name: str, mine: Any) -> Any:
         )
     parts = {part: t.view(mine.parts()[part].shape) for part, t in parts.items()}
     seed, tensor = found["seed"].tolist()
-    return GridTensor(**parts, how=mine.how | {"seed": seed, "tensor": tensor})
+    grid = GridTensor(**parts, how=mine.how | {"seed": seed, "tensor": tensor})
+    check_parts(grid, name)
+    return grid
 
 def _whole_weight(state: Mapping[str, Any], name: str, mine: Any) -> dict[str, Any]:
     "A state in which a weight is one tensor; InputError for one that this grid cannot take."

@@ -11,6 +11,7 @@ __all__ = ['WRAPPERS', 'RELEASED', 'SHOWN', 'optimizers_in', 'parts_of_loop', 'n
 import math
 import re
 import weakref
+from functools import cache
 from typing import Any, Callable, Iterable, Sequence
 
 import torch
@@ -129,14 +130,24 @@ def _stride(elements: int, last: int, watched: int) -> int:
     while math.gcd(stride, last) > 1: stride -= 1
     return stride
 
+@cache
+def _places(elements: int, last: int, watched: int, device: str) -> slice | Tensor:
+    """Where the watched elements lie: at a stride, or where that would leave out more than a tenth of the
+    tensor's end, at multiples of a golden section, which spread evenly over all of it."""
+    stride = _stride(elements, last, watched)
+    if stride * watched >= 0.9 * elements: return slice(0, watched * stride, stride)
+    step = round(elements * (math.sqrt(5) - 1) / 2)
+    while math.gcd(step, elements) > 1: step += 1
+    return (torch.arange(watched, device=device) * step % elements).sort().values
+
 def sampled(
     t: Tensor,  # of any shape
     watched: int,  # so many elements
 ) -> Tensor:  # [watched]
-    "Return some elements of a tensor; a view where it is contiguous."
+    "Return some elements of a tensor, from all of it; a view where they lie at a stride."
     t = local(t.detach())
-    stride = _stride(t.numel(), t.shape[-1] if t.dim() else 1, watched)
-    return t.reshape(-1)[: watched * stride : stride]
+    last = t.shape[-1] if t.dim() else 1
+    return t.reshape(-1)[_places(t.numel(), last, watched, str(t.device))]
 
 # %% ../../nbs/watching/15_loops.ipynb #1b580d99
 SHOWN = 20  # rows, at most

@@ -315,7 +315,8 @@ def _signature(p: Tensor, watched: int, state: dict[str, Any]) -> tuple:
     for key, value in sorted(state.items()):
         counter = isinstance(value, Tensor) and value.shape != p.shape
         told.append((key, value.item() if counter else isinstance(value, Tensor) or value))
-    return watched, p.dtype, p.device, precision_of(p), isinstance(p.data, GridTensor), tuple(told)
+    alone = None if p.dim() else id(p)  # a counter of steps has the shape of such a parameter
+    return watched, p.dtype, p.device, precision_of(p), isinstance(p.data, GridTensor), tuple(told), alone
 
 def _common_state(params: list[Tensor], states: list[dict], watched: int) -> dict[str, Any]:
     "The states of tensors with one signature, as one."
@@ -788,7 +789,8 @@ def _finding(meter: Meter) -> str:
             f"tensors as they are ({_few(names)})"
         )
     if rows and meter.all()["absorbed"] is None and not lost:
-        said.append("no update was attempted: learning rates or gradients were zero")
+        watched = " of the elements that are watched" if any(r.watched < r.elements for r in rows) else ""
+        said.append(f"no update{watched} was attempted: learning rates or gradients were zero")
     elif meter.all()["absorbed"] is not None and not alarms:
         stayed, way = (_percent(meter.all()[key]) for key in ("absorbed", "arrived"))
         said.append(

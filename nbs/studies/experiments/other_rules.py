@@ -140,3 +140,13 @@ def on_the_line(found: Mapping[Key, float]) -> tuple[str, str]:
     if len(found) < 2: return "not run", ""
     typical = float(np.sqrt(np.mean([miss**2 for miss in found.values()])))
     return HOLDS if typical < TYPICAL else REFUTED, f"{typical:.3f} over {len(found)} arms"
+
+
+ON_THE_LINE = (f"Under nearest rounding the line of the powers misses the rules' arms by less than {TYPICAL:g} nats, "
+               "root mean square")
+
+
+def verdicts(study: Study, found: Gains) -> dict[str, tuple[str, str]]:
+    "By claim the verdict, and what it rests on."
+    judged = {text: judge(found) for text, judge in CLAIMS.items()}
+    return {**judged, ON_THE_LINE: on_the_line(misses(study))}

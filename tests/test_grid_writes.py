@@ -1,0 +1,137 @@
+"""Whatever writes a weight on a grid writes it, rounded once, or is refused: nothing is lost in silence."""
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from altgrad.basics import InputError
+from altgrad.geometry.storage import GridTensor, load_plain_state, make_grid_tensor, plain_state
+
+STORAGES = ("grid_nearest", "grid_stochastic", "grid_residual4", "grid_wide4", "bf16")
+START = torch.tensor([[1.0, -2.0, 0.5, 4.0], [0.25, 3.0, -1.5, 448.0]])  # all of E4M3, and so are their halves
+
+
+def weight(storage="grid_nearest"): return nn.Parameter(make_grid_tensor(START, "E4M3", storage))
+
+
+WRITES = {  # each leaves values of E4M3, so that rounding changes none
+    "mul_": lambda w: w.mul_(0.5),
+    "zero_": lambda w: w.zero_(),
+    "copy_": lambda w: w.copy_(START.flip(0)),
+    "whole": lambda w: w.__setitem__(slice(None), 2.0),
+    "mask": lambda w: w.__setitem__(START > 2, 1.0),
+    "index": lambda w: w.__setitem__((torch.tensor([0, 1]), torch.tensor([3, 0])), torch.tensor([2.0, 8.0])),
+    "data": lambda w: setattr(w, "data", START * 0.5),
+    "foreach mul": lambda w: torch._foreach_mul_([w], 0.5),
+    "foreach add": lambda w: torch._foreach_add_([w], [START]),
+    "foreach copy": lambda w: torch._foreach_copy_([w], [START.flip(1)]),
+    "foreach lerp": lambda w: torch._foreach_lerp_([w], [torch.zeros(2, 4)], 0.5),
+    "foreach zero": lambda w: torch._foreach_zero_([w]),
+    "foreach addcdiv": lambda w: torch._foreach_addcdiv_([w], [START], [torch.ones(2, 4)], 1.0),
+    "two of a list": lambda w: torch._foreach_mul_([torch.ones(3), w], 0.5),
+    "out": lambda w: torch.mul(w, 0.5, out=w),
+    "out of others": lambda w: torch.add(START, START, out=w),
+    "eye_": lambda w: nn.init.eye_(w),
+    "zeros_": lambda w: nn.init.zeros_(w),
+    "vector": lambda w: vector_to_parameters(START.flip(1).flatten(), [w]),
+}
+PARTS = {
+    "row": lambda w: w.__setitem__(0, 7.0),
+    "element": lambda w: w.__setitem__((0, 1), 7.0),
+    "rows": lambda w: w.__setitem__(slice(0, 1), 7.0),
+    "view": lambda w: w.view(-1).mul_(0),
+    "transposed": lambda w: w.T.mul_(0),
+    "part": lambda w: w[0].mul_(0),
+    "part of a part": lambda w: w[0][1:].zero_(),
+    "chunk": lambda w: w.chunk(2)[0].zero_(),
+    "unbind": lambda w: w.unbind(0)[1].fill_(1),
+    "diagonal": lambda w: w.diagonal().fill_(1),
+    "out": lambda w: torch.mul(w[0], 0, out=w[0]),
+    "foreach": lambda w: torch._foreach_zero_([w[0]]),
+    "orthogonal_": lambda w: nn.init.orthogonal_(w),
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_is_made(name, storage):
+    w, plain = weight(storage), START.clone()
+    with torch.no_grad():
+        WRITES[name](w)
+        if name == "data": plain = START * 0.5
+        else: WRITES[name](plain)
+    assert type(w.data) is GridTensor
+    # E4M3 ends at 448, and twice that is a power of two times a number of its own: the scale grew
+    assert torch.equal(w.dequantize(), plain)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_not_written(name, storage):
+    w = weight(storage)
+    before = {key: part.clone() for key, part in w.data.parts().items()}
+    with torch.no_grad(), pytest.raises(InputError, match="a part of a weight on a grid cannot be written"):
+        PARTS[name](w)
+    with pytest.raises((InputError, RuntimeError)): PARTS[name](w)  # autograd's own word
+    with pytest.raises(InputError): PARTS[name](w.detach())
+    assert all(torch.equal(part, before[key]) for key, part in w.data.parts().items())
+
+
+@torch.no_grad()
+def test_a_part_is_read_as_any_tensor():
+    w = weight()
+    part, here = w[0], START[0]
+    assert torch.equal(part, here) and torch.equal(w.T, START.T) and torch.equal(w.view(-1)[3:], START.flatten()[3:])
+    assert part.tolist() == here.tolist() and float(part[1]) == -2.0
+    assert np.array_equal(part.numpy(), here.numpy()) and np.array_equal(np.asarray(part), here.numpy())
+    for made in (part + 1, part.clone(), torch.cat([part, part]), copy.deepcopy(part), part.double(), part @ part):
+        assert type(made) is torch.Tensor
+    changed = part.clone()
+    changed.zero_()
+    assert torch.equal(w.dequantize(), START)
+    file = io.BytesIO()
+    torch.save(part, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), here)
+
+
+def test_the_average_of_a_model_moves():
+    "The running average of weights on a grid follows them as that of plain ones does, within a spacing."
+    def trained(model):
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for step in range(8):
+            with torch.no_grad(): model.weight.copy_(START * 2.0 ** -(step // 4))
+            average.update_parameters(model)
+        return average.module.weight
+    def layer(w):
+        model = nn.Linear(4, 2, bias=False)
+        model.weight = w
+        return model
+    ours, plain = trained(layer(weight("grid_residual8"))), trained(layer(nn.Parameter(START.clone())))
+    assert type(ours.data) is GridTensor
+    # a residual of eight bits is 1/254 of a spacing, which is at most 1/8 of the weight; eight roundings
+    assert torch.allclose(ours.dequantize(), plain.data, rtol=1 / 8, atol=0)
+    assert not torch.equal(ours.dequantize(), START)
+
+
+def test_data_of_another_shape_is_refused():
+    with pytest.raises(InputError, match="keeps its shape"): weight().data = torch.ones(3)
+
+
+@pytest.mark.parametrize("part, value", (("scale", 0.3), ("scale", float("nan")), ("codes", 127), ("writes", -1)))
+def test_a_damaged_plain_state_is_refused_and_changes_nothing(part, value):
+    def made():
+        model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False))
+        for layer in model: layer.weight = weight()
+        return model
+    model, other = made(), made()
+    with torch.no_grad(): other[0].weight.zero_()
+    state = plain_state(other)
+    state[f"1.weight.{part}"] = torch.full_like(state[f"1.weight.{part}"], value)
+    with pytest.raises(InputError, match="1.weight"): load_plain_state(model, state)
+    assert torch.equal(model[0].weight.dequantize(), START)
