@@ -12,7 +12,8 @@ from scipy.stats import ttest_rel
 
 from altgrad.cli import main
 from altgrad.evidence import bench as module
-from altgrad.evidence.bench import PROTOCOLS, ROLES, Verdict, decide
+from altgrad.evidence.bench import PROTOCOLS, ROLES, Verdict, bits_a_weight, decide
+from altgrad.evidence.instrument import Arm
 from altgrad.evidence.sweep import Ledger, replay
 from altgrad.geometry.catalogue import RULES
 from altgrad.geometry.storage import STORAGES
@@ -128,6 +129,40 @@ def test_what_a_rule_does_wrong_is_a_sentence(here, capsys, step, storage, said)
     (here / "mine.py").write_text(RULE.replace("{step}", step))
     assert bench("mine.py:Mine", "--storage", storage) == 0
     assert said in capsys.readouterr().out
+
+
+HIDES = """
+import collections
+import torch
+
+class Held: pass
+
+class Mine(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, dict(lr=lr))
+        self.mine = {kind}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                {keep}
+                p.sub_(1e-3 * p.grad)
+"""
+
+
+@pytest.mark.parametrize("kind, keep", [
+    ("{}", "self.mine[i] = (p.clone(), 0, p.grad.clone())"),
+    ("[]", "self.mine.append(p.double().float()) if len(self.mine) < 2 * len(group['params']) else None"),
+    ("Held()", "setattr(self.mine, f'x{i}', [p.clone(), p.grad.numpy().copy()])"),
+    ("collections.deque()", "self.state[p]['all'] = collections.namedtuple('T', 'a b')(p.clone(), p.grad.clone())"),
+])
+def test_bits_that_a_rule_keeps_elsewhere_are_counted(small, here, kind, keep):
+    "Two copies in float32, beside codes of eight bits."
+    (here / "mine.py").write_text(HIDES.replace("{kind}", kind).replace("{keep}", keep))
+    arm = Arm(rule="mine.py:Mine", storage="grid_nearest", checkpoint="tiny-0", corpus="tiny")
+    found = bits_a_weight(arm, small.bench())
+    assert found == pytest.approx(8 + 64, abs=0.1)  # the scales are a few bytes more
 
 
 def test_a_rule_that_fails_in_a_run_is_said(here, capsys):

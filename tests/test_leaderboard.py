@@ -85,7 +85,7 @@ FAULTS = {  # a change of a valid file -> what is said
     "type": (lambda c: c.update(moved="yes"), "moved must be true or false, not 'yes'"),
     "number": (lambda c: c["rates"].update(rule=-1), "rates.rule must be a positive number"),
     "list": (lambda c: c["losses"].update(rule=2.0), "losses.rule must be a list"),
-    "item": (lambda c: c["losses"]["rule"].__setitem__(1, None), "losses.rule[1] must be a finite"),
+    "item": (lambda c: c["losses"]["rule"].__setitem__(1, None), "losses.rule[1] must be a loss"),
     "object": (lambda c: c.update(gain=0.1), "gain must be an object"),
     "date": (lambda c: c.update(date="23.11.2026"), "date must be a date"),
     "link": (lambda c: c.update(source="javascript:alert(1)"), "source must be an https link"),
@@ -104,6 +104,9 @@ FAULTS = {  # a change of a valid file -> what is said
     "no text": (lambda c: c["sources"].clear(), "sources has no text of mine.py:Mine@"),
     "a text": (lambda c: c["sources"].update(other=""), "sources has a text that nothing names"),
     "its text": (lambda c: c["sources"].update({c["rule"]: SIGN + "\n"}), "has the hash"),
+    "huge": (lambda c: c["losses"].update(rule=[1e308, -1e308, 1e308]), "losses.rule[0] must be a loss"),
+    "no bits": (lambda c: c["bits"].update(rule=5e-324), "bits.rule must be bits, from 1"),
+    "half": (lambda c: c["sources"].update({c["rule"]: "\ud800"}), "has the hash"),
     "corrects": (lambda c: c.update(corrects="absent.json"), "corrects names absent.json"),
     "itself": (lambda c: c.update(corrects="other.json"), "corrects names other.json"),
 }
@@ -180,7 +183,7 @@ def ids_of(card: dict) -> dict:
 @pytest.mark.parametrize("change", [
     lambda c: c["rates"].update(rule=c["rates"]["rule"] * 2),
     lambda c: c["rows"]["rule"].__setitem__(slice(None), ["0" * 16] * 3),
-    lambda c: c.update(floor_octaves=3.0),
+    lambda c: c.update(format="E5M2"),
 ])
 def test_another_run_than_the_card_names_is_said_and_not_made(rows, card, change, monkeypatch):
     change(card)
@@ -193,6 +196,21 @@ def test_bits_that_a_weight_does_not_keep_are_found(rows, card):
     card["bits"]["rule"] = 4.0
     agrees, said = rerun(card)
     assert not agrees and "a weight keeps 8 bits, not 4" in said
+
+
+@pytest.mark.parametrize("row, change, said", [
+    ({"diverged": True}, {}, "the run diverges"),
+    ({"diverged": False}, {"diverged": 3}, "the run does not diverge"),
+    ({"travel": 0.1}, {"moved": False}, "the card says that it never does"),
+    ({"travel": 0.0}, {}, ""),  # in another run it may
+])
+def test_what_a_card_says_beside_its_losses_is_found_by_a_run(rows, card, monkeypatch, row, change, said):
+    real = module.run_arm
+    monkeypatch.setattr(module, "run_arm", lambda *args: {**real(*args), **row})
+    if "diverged" in change: card["diverged"]["rule"] = change["diverged"]
+    card.update(moved=change.get("moved", card["moved"]))
+    agrees, told = rerun(card)
+    assert agrees == (not said) and said in told
 
 
 def test_a_rule_that_fails_here_is_a_sentence(rows, card, monkeypatch):

@@ -2,8 +2,10 @@
 their text, and refused in one line."""
 import json
 import pickle
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,6 +87,22 @@ def sweep(texts: Path, out: str, *more: str) -> int:
 def lion_by_hand(w: torch.Tensor, m: torch.Tensor, g: torch.Tensor, lr: float) -> torch.Tensor:
     "Lion's formula in float64."
     return w * (1 - 0.01 * lr) - lr * torch.sign(0.9 * m + 0.1 * g)
+
+
+@pytest.mark.parametrize("drawn", ("torch.randn_like(p)", "float(numpy.random.rand())", "random.random()"))
+def test_a_rule_that_draws_random_numbers_can_be_repeated(texts, here, drawn):
+    text = LION.replace("import torch", "import random, numpy, torch", 1).replace(".sign())", f".sign() * {drawn})")
+    (here / "noisy.py").write_text(text)
+    arm = Arm(checkpoint="tiny-0", corpus="tiny", storage="fp32", lr=0.01, rule="noisy.py:Lion")
+    def run(seed):
+        for module in (torch, random): getattr(module, "manual_seed" if module is torch else "seed")(seed)
+        np.random.seed(seed)
+        ended, here = run_arm(arm, bench(texts)), (torch.rand(()).item(), random.random(), np.random.rand())
+        for module in (torch, random): getattr(module, "manual_seed" if module is torch else "seed")(seed)
+        np.random.seed(seed)
+        assert here == (torch.rand(()).item(), random.random(), np.random.rand())  # the caller's are left alone
+        return ended["weights_sha"], ended["val_loss"]
+    assert run(1) == run(2)
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -328,12 +328,39 @@ def test_a_damaged_recording_is_refused_in_one_line(broken, change, words, capsy
 @pytest.mark.parametrize("key, value", (
     ("facts", [1]), ("facts", []), ("series", 3), ("series", [[1]]), ("steps", None), ("layers", 5),
     ("layers", [{}]), ("facts", [{"loss": "much"}] * 5), ("dtypes", 3), ("forgotten", 3),
+    ("facts", [{"loss": 10**400}] * 5), ("steps", [1, 2, 3, 4, 10**400]),
+    ("layers", [{"name": "a", "kind": [1], "fan_in": 3, "has_weight": True, "float8": False}]),
+    ("layers", [{"name": "a", "kind": "Linear", "fan_in": 10**400, "has_weight": True, "float8": "no"}]),
 ))
 def test_a_recording_with_other_values_is_refused(broken, key, value, capsys):
     facts = json.loads((broken / "record.json").read_text())
     (broken / "record.json").write_text(json.dumps({**facts, key: value}))
     assert main(["autopsy", str(broken)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_layers_keep_names_of_their_own():
+    "Where a wrapper's name is a layer's own, and where the model has parameters beside a child `model`."
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.module = nn.Parameter(torch.ones(4)), nn.Linear(4, 4, bias=False)
+        def forward(self, x): return self.module(x) * self.weight
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.model, self.g = nn.Parameter(torch.ones(())), nn.Linear(4, 4), Gated()
+        def forward(self, x): return self.g(self.model(x)) * self.scale
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with altgrad.record(net, optimizer) as recorder, altgrad.stall(net, optimizer, every=1) as meter:
+        for _ in range(2):
+            net(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert list(meter.tensors) == ["scale", "model.weight", "model.bias", "g.weight", "g.module.weight"]
+    names = [layer["name"] for layer in recorder.recording.layers]
+    assert len(names) == len(set(names)) == 4 and {"(model)", "model", "g"} < set(names)
 
 
 def test_a_damaged_dump_is_refused_in_one_line(broken, capsys):

@@ -22,6 +22,7 @@ from altgrad.numbers.scaling import (
     AmaxAverage, AmaxHistory, Scaling, amax_of, compute_scale, mx_scale, scale_of,
 )
 from altgrad.geometry.interchange import Codes, load_codes, load_model, model_codes, save_codes
+from altgrad.geometry.layouts import export_weights
 from altgrad.geometry.manifold import FP8Manifold
 from altgrad.geometry.optim import GridSGD, RiemannianAdamW, StiffnessAdamW
 from altgrad.geometry.storage import grid_storages, make_grid_tensor, store_on_grid
@@ -675,6 +676,61 @@ def test_settings_of_a_grid_are_of_their_kind(wrong):
 ))
 def test_settings_of_monitors_are_of_their_kind(wrong):
     assert next(iter(wrong)) in refused(Monitors, layers(1.0), **wrong)
+
+
+# what a file or a tensor holds, and its reader does not
+
+
+def test_values_beyond_a_models_type_are_not_loaded(tmp_path):
+    model = layers(1.0)
+    quantize_model(model, "E4M3", skip=())
+    model[0].bias.data.fill_(1e6)
+    save_codes(model, tmp_path / "x")
+    half = layers(0.5).half()
+    assert "0.bias: 4 of 4 values lie beyond" in refused(load_model, half, tmp_path / "x")
+    assert half[0].weight.eq(0.5).all()
+    model[0].bias.data.fill_(1e4)
+    save_codes(model, tmp_path / "x")
+    load_model(half, tmp_path / "x")
+    assert half[0].bias.eq(1e4).all()
+
+
+def test_tied_weights_take_one_value(tmp_path):
+    def tied():
+        model = layers(1.0, 1.0)
+        model[1].weight = model[0].weight
+        return model
+    def file_of(*weights):
+        quantize_model(model := layers(*weights), "E4M3", skip=())
+        save_codes(model, tmp_path / "x")
+    file_of(1.0, 2.0)
+    assert "0.weight and 1.weight are one tensor" in refused(load_model, model := tied(), tmp_path / "x")
+    assert model[0].weight.eq(1.0).all()
+    file_of(2.0, 2.0)
+    load_model(model, tmp_path / "x")
+    assert model[1].weight.eq(2.0).all()
+
+
+@pytest.mark.parametrize("size", (1e-100, 1e100, 1e-310))
+def test_a_format_is_chosen_for_magnitudes_of_float32(size):
+    x = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * size
+    for call in (recommend_format, profile_of, lambda x: best_scale(x, "E4M3")):
+        assert "float32 holds" in refused(call, x)
+
+
+def test_noise_of_half_precision_is_measured_in_float32():
+    x = (torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 2e-6).half()
+    assert best_scale(x, "E4M3") == best_scale(x.float(), "E4M3")
+
+
+@pytest.mark.parametrize("name", ("model.safetensors", "config.json"))
+def test_an_export_writes_both_files_or_none(tmp_path, name):
+    model = layers(1.0)
+    quantize_model(model, "E4M3", skip=())
+    (tmp_path / name).mkdir()
+    assert "directory" in refused(export_weights, model, tmp_path, "fp8").lower()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert "unknown layout" in refused(export_weights, model, tmp_path / "out", ["fp8"])
 
 
 # files, by chance: 2,000 changes that no list above thought of

@@ -14,23 +14,26 @@ import math
 import statistics
 import textwrap
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import Any, Callable, Iterable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 # %% ../../nbs/evidence/06_bench.ipynb #affb6c85
+import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 # %% ../../nbs/evidence/06_bench.ipynb #ffe4c42f
 from ..basics import COLORS, INK, InputError, in_figure_style, write_atomic
 from ..geometry.catalogue import RULES
 from ..geometry.outside import sources_of
 from ..geometry.storage import STORAGES, GridTensor, make_grid_tensor, write
+from ..numbers.formats import FP8Format
 from ..training.experiment import Interval, interval
 from ..training.tracking import git_commit, machine, versions
 from .instrument import Arm, Bench, Task, Weights, make_rule
@@ -160,11 +163,27 @@ def bits_a_weight(
     for step in range(2):
         for p in weights.used: p.grad = torch.full_like(p, 1e-3 * (step + 1))
         weights.update(optimizer)
-    kept = chain.from_iterable(map(_parts, weights.stored))
-    state = tree_leaves(list(optimizer.state.values()))
-    tensors = [t for t in (*kept, *state) if isinstance(t, torch.Tensor) and t.numel() > 1]
-    size = sum(t.numel() * t.element_size() for t in tensors)
+    kept = list(chain.from_iterable(map(_parts, weights.stored)))
+    seen = {id(p) for p in weights.stored}
+    tensors = {_place(t): t for t in (*kept, *_held(vars(optimizer), seen)) if t.numel() > 1}
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
     return 8 * size / sum(p.numel() for p in weights.used)
+
+def _place(t: torch.Tensor) -> tuple:
+    "Where a tensor lies, which two names for it have in common."
+    return t.data_ptr(), t.numel(), t.dtype
+
+def _held(x: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    "The tensors that something holds, wherever it keeps them: a rule's state need not be in `state`."
+    if id(x) in seen or isinstance(x, (type, ModuleType, FunctionType, FP8Format)): return
+    seen.add(id(x))
+    if isinstance(x, torch.Tensor): yield from _parts(x)
+    elif isinstance(x, np.ndarray) and x.dtype != object: yield torch.from_numpy(x.view(np.uint8).reshape(-1))
+    elif isinstance(x, Mapping):
+        for key, value in x.items(): yield from chain(_held(key, seen), _held(value, seen))
+    elif isinstance(x, (list, tuple, set, frozenset, deque)):
+        for one in x: yield from _held(one, seen)
+    if hasattr(x, "__dict__"): yield from _held(vars(x), seen)
 
 def _parts(p: Any) -> list[torch.Tensor]:
     "The tensors that a weight keeps."

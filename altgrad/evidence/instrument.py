@@ -15,6 +15,7 @@ import copy
 import hashlib
 import json
 import math
+import random
 import sys
 import time
 from contextlib import contextmanager
@@ -717,6 +718,22 @@ def explain_end(
     return _weighted(rows, [p.numel() for p in start])
 
 # %% ../../nbs/evidence/00_instrument.ipynb #3eceaa5b
+@contextmanager
+def _own_randomness(arm: Arm, bench: Bench) -> Iterator[None]:
+    """Inside, the generators of torch, numpy and Python begin with the run's id: a rule from outside
+    may draw from them. What this package draws has keys of its own."""
+    seed = int(run_id(identity(arm, bench)), 16) % 2**32
+    others = random.getstate(), np.random.get_state()
+    devices = [bench.device] if torch.device(bench.device).type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        try: yield
+        finally:
+            random.setstate(others[0])
+            np.random.set_state(others[1])
+
 def run_arm(
     arm: Arm,
     bench: Bench,
@@ -724,6 +741,9 @@ def run_arm(
 ) -> dict[str, Any]:  # plain values: what the ledger keeps of a run
     """Fine-tunes one arm and validates it;
     a function of `identity` alone, bit for bit on one machine."""
+    with _own_randomness(arm, bench): return _run_alone(arm, bench, make)
+
+def _run_alone(arm: Arm, bench: Bench, make: Callable[[GPT, Arm], Weights]) -> dict[str, Any]:
     began, model = time.perf_counter(), bench.model(arm.checkpoint)
     weights = make(model, arm)
     start = [p.detach().clone() for p in weights.used]

@@ -64,6 +64,8 @@ def _matches(pattern: str) -> Callable[[Any], bool]:
 # %% ../../nbs/evidence/07_leaderboard.ipynb #d44acec8
 _LINE = _Kind("one line of at most 300 characters", _is_line)
 _NUMBER = _Kind("a finite number", is_number)
+_LOSS = _Kind("a loss in nats, from 0 to 1000", lambda v: is_number(v) and 0 <= v <= 1000)
+_BITS = _Kind("bits, from 1 to 10,000", lambda v: is_number(v) and 1 <= v <= 10_000)
 _POSITIVE = _Kind("a positive number", lambda v: is_number(v) and v > 0)
 _TIME = _Kind("a positive number, or null", lambda v: v is None or _POSITIVE.fits(v), optional=True)
 _COUNT = _Kind("a whole number from 0", lambda v: type(v) is int and v >= 0)
@@ -86,10 +88,10 @@ _SHAPE = {  # of a submission: every key, and what its value must be
     "power": _NUMBER, "placement": _LINE, "floor_octaves": _NUMBER, "moments": _LINE,
     "gain": _INTERVAL, "difference_of_gains": _INTERVAL, "below_master": _INTERVAL,
     "verdict": _LINE, "more_checkpoints": _COUNT,
-    "bits": _MEASURED, "step_ms": _MEASURED,
+    "bits": dict.fromkeys(_MEASURED, _BITS), "step_ms": _MEASURED,
     "step_ms_compiled": dict.fromkeys(("rule", "rival"), _TIME), "seconds": _POSITIVE,
     "rates": dict.fromkeys(ROLES, _POSITIVE), "edges": dict.fromkeys(ROLES, _EDGE),
-    "losses": dict.fromkeys(ROLES, [_NUMBER]), "diverged": dict.fromkeys(ROLES, _COUNT),
+    "losses": dict.fromkeys(ROLES, [_LOSS]), "diverged": dict.fromkeys(ROLES, _COUNT),
     "moved": _FLAG, "rows": dict.fromkeys(ROLES, [_LINE]), "checkpoints": [_LINE],
     "corpus_sha": _LINE, "sources": _TEXTS, "code": _LINE, "commit": _COMMIT,
     "machine": _MACHINE, "versions": _VERSIONS,
@@ -138,7 +140,7 @@ def _wrong_sources(card: Mapping[str, Any]) -> Iterator[str]:
         if name not in needed: continue
         if not name.partition(":")[0].endswith(".py"):
             yield f"{name} is of a package: a submission brings its rule in one file"
-        sha = hashlib.sha256(text.encode()).hexdigest()[:12]
+        sha = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:12]
         if not name.endswith(f"@{sha}"): yield f"the text of {name} has the hash {sha}"
 
 # %% ../../nbs/evidence/07_leaderboard.ipynb #f8bc1f06
@@ -289,6 +291,15 @@ def _again(arm: Arm, bench: Any) -> dict[str, Any]:
     finally: torch.set_num_threads(threads)
 
 # %% ../../nbs/evidence/07_leaderboard.ipynb #353d941e
+def _belied(card: Mapping[str, Any], role: str, row: Mapping[str, Any]) -> str:
+    "What a run says otherwise than its card, beside the loss; empty where nothing."
+    count, every = card["diverged"][role], len(card["checkpoints"])
+    if row["diverged"] and not count: return "the run diverges, and the card has none that does"
+    if not row["diverged"] and count == every: return "the run does not diverge, and the card has only such"
+    if role == "rule" and row["travel"] and not card["moved"]:
+        return "the rule moves weights, and the card says that it never does"
+    return ""
+
 def rerun(
     card: Mapping[str, Any],  # a submission without faults; the code in it is imported
     role: str = "rule",  # one of `ROLES`
@@ -308,11 +319,12 @@ def rerun(
     if run_id({**identity(arm, bench), "code": card["code"]}) != card["rows"][role][k]:
         return False, (f"{what}: run {card['rows'][role][k]} of the card is another run: another "
                        "rate, seed, text, checkpoint, task or version of the instrument")
-    try: now, bits = _again(arm, bench)["val_loss"], bits_a_weight(arm, bench)
+    try: row, bits = _again(arm, bench), bits_a_weight(arm, bench)
     except Exception as e:
         return False, f"{what} fails here: {type(e).__name__}: {one_line(e)}"
-    then, kept = card["losses"][role][k], card["bits"].get(role, bits)
+    now, then, kept = row["val_loss"], card["losses"][role][k], card["bits"].get(role, bits)
     agrees, said = agreement(abs(now - then), now == then, _elsewhere(card, bench.code))
+    if wrong := _belied(card, role, row): agrees, said = False, f"{said}; {wrong}"
     if bits != kept: agrees, said = False, f"{said}; a weight keeps {bits:g} bits, not {kept:g}"
     return agrees, f"{what}: loss {then:.6f} in the card, {now:.6f} here; {said}"
 

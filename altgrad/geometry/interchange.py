@@ -369,10 +369,29 @@ def _check_fits(name: str, found: Codes | Tensor, into: Tensor) -> None:
         raise InputError(
             f"{name}: the file has shape {tuple(held.shape)}, the model {tuple(into.shape)}"
         )
-    if dtype != into.dtype and not (dtype.is_floating_point and into.dtype.is_floating_point):
+    if dtype == into.dtype: return
+    if not (dtype.is_floating_point and into.dtype.is_floating_point):
         raise InputError(f"{name}: the file has {dtype}, the model {into.dtype}")
+    value = found.dequantize() if isinstance(found, Codes) else found
+    beyond = int((value.isfinite() & ~value.to(into.dtype).isfinite()).sum())
+    if beyond: raise InputError(f"{name}: {beyond} of {value.numel()} values lie beyond the model's {into.dtype}")
 
 # %% ../../nbs/geometry/06_interchange.ipynb #529d71ec
+def _same(a: Codes | Tensor, b: Codes | Tensor) -> bool:
+    "Return whether two entries of a file hold the same values."
+    plain = [x.dequantize() if isinstance(x, Codes) else x for x in (a, b)]
+    return bool(((plain[0] == plain[1]) | plain[0].isnan() & plain[1].isnan()).all())
+
+def _check_tied(state: Mapping[str, Codes | Tensor], own: Mapping[str, Tensor]) -> None:
+    "InputError for two entries that differ and that the model has in one tensor."
+    first: dict[tuple, str] = {}
+    for name, t in own.items():
+        held = t.held_codes if isinstance(t, GridTensor) else t
+        if not held.numel() or held.is_meta: continue
+        other = first.setdefault((held.data_ptr(), held.shape), name)
+        if other != name and not _same(state[name], state[other]):
+            raise InputError(f"{other} and {name} are one tensor in the model, and differ in the file")
+
 def _enter(grid: GridTensor, found: Any) -> None:
     "Puts codes into a weight that lives on the grid; what its residual remembered is forgotten."
     codes = found.codes if grid.codes.is_floating_point() else found.bits()
@@ -392,6 +411,7 @@ def load_model(
         for name in sorted(own.keys() ^ state.keys()):
             raise InputError(f"{name} is only in the {'model' if name in own else 'file'}")
         for name, found in state.items(): _check_fits(name, found, own[name])
+        _check_tied(state, own)
     except InputError as e: raise InputError(f"{path} does not fit the model: {e}") from None
     grids = {
         name: p.data

@@ -199,7 +199,7 @@ def export_weights(
 ) -> None:
     """Write the codes of a model as another library reads them; InputError, and nothing written,
     for formats, scales or shapes that the layout does not have."""
-    if layout not in LAYOUTS: raise unknown("layout", layout, LAYOUTS)
+    if not isinstance(layout, str) or layout not in LAYOUTS: raise unknown("layout", layout, LAYOUTS)
     kind, folder, found = LAYOUTS[layout], Path(folder), _weights(model, layout)
     parts = dict(found.plain)
     for name, c in found.coded.items(): parts |= kind.parts(name, c)
@@ -207,5 +207,7 @@ def export_weights(
     data = save(tensors, {"format": "pt", **kind.header(found)})
     config = _config_of(model, found.dtypes) | {"quantization_config": kind.config(found)}
     make_folder(folder)
+    for name in ("model.safetensors", "config.json"):  # before either is written
+        if (folder / name).is_dir(): raise InputError(f"cannot write {folder / name}: Is a directory")
     write_atomic(folder / "model.safetensors", data)
     write_atomic(folder / "config.json", json.dumps(config, indent=2, default=str) + "\n")

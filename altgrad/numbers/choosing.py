@@ -57,6 +57,9 @@ def _checked(x: Tensor) -> Tensor:
     x = x.detach().flatten().double()
     if not x.isfinite().all(): raise InputError("takes a tensor without NaN or infinity")
     if not x.any(): raise InputError("takes a tensor with a nonzero element")
+    amax = x.abs().amax().item()
+    if not 2.0**-126 <= amax < 2.0**128:
+        raise InputError(f"takes a tensor whose largest magnitude float32 holds (from 2^-126), not {amax:.4g}")
     return x
 
 # %% ../../nbs/numbers/05_choosing.ipynb #61301915
@@ -76,6 +79,10 @@ def profile_of(
 # %% ../../nbs/numbers/05_choosing.ipynb #12b8aeaf
 SCALES = ("any", "power_of_two")
 
+def _wide(x: Tensor) -> Tensor:
+    "The tensor in float32 or float64: noise that is measured in 16 bits is rounded itself."
+    return x if x.dtype == torch.float64 else x.float()
+
 def sqnr_db(
     x: Tensor,  # float tensor of any shape, not all zero
     fmt: FP8Format | str,
@@ -83,6 +90,7 @@ def sqnr_db(
 ) -> float:  # decibels; inf where nothing is lost
     """Signal-to-quantization-noise ratio of rounding `x` to a format under a scale,
     to nearest, saturating."""
+    x = _wide(x)
     noise = (fake_quantize(x, fmt, scale) - x).double().square().sum()
     return 10 * (x.double().square().sum() / noise).log10().item()
 
@@ -96,6 +104,7 @@ def best_scale(
     InputError for other kinds of scales."""
     if scales not in SCALES: raise unknown("kind of scales", scales, SCALES)
     _checked(x)
+    x = _wide(x)
     found: dict[float, float] = {}
     def best_of(candidates):
         for s in candidates:
@@ -147,7 +156,7 @@ def score(
     scales: str = "any",  # one of `SCALES`
 ) -> FormatScore:
     "Search the best scale of one format and measure there."
-    fmt = get_format(fmt)
+    fmt, x = get_format(fmt), _wide(x)
     scale, sqnr = best_scale(x, fmt, scales)
     x = x[x != 0]
     clipped = (x.abs() > fmt.max * scale).float().mean()

@@ -59,13 +59,15 @@ WRAPPERS = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wra
 def names_of(
     models: Sequence[nn.Module],  # or parts of one
 ) -> dict[int, str]:  # by identity
-    """Return the names of parameters, without those of wrappers; where parts of a model have a
-    name in common, the later one's has its number."""
+    """Return the names of parameters, without those of wrappers where these tell nothing apart; where
+    parts of a model have a name in common, the later one's has its number."""
     found: dict[int, str] = {}
     for number, m in enumerate(models):
-        taken = set(found.values())
+        taken, here = set(found.values()), set()
         for name, p in m.named_parameters():
-            name = WRAPPERS.sub("", name)
+            short = WRAPPERS.sub("", name)
+            if short not in here: name = short
+            here.add(name)
             found.setdefault(id(p), f"part {number}: {name}" if name in taken else name)
     return found
 

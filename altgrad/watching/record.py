@@ -40,10 +40,14 @@ _KINDS: dict[str, Any] = {"Linear": nn.Linear, "convolution": (nn.Conv1d, nn.Con
 def _layers(models: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     "Names, without those of wrappers, and modules; parts of a model are numbered from the second."
     for number, model in enumerate(models):
+        there = {name for name, _ in model.named_modules()}
+        root, here = "(model)" if "model" in there else "model", set()
         for name, module in model.named_modules():
             own = next(module.parameters(recurse=False), None) is not None
             if not own and next(module.children(), None) is not None: continue
-            name = WRAPPERS.sub("", f"{name}.")[:-1] or "model"
+            short = WRAPPERS.sub("", f"{name}.")[:-1] or root
+            if short not in here: name = short
+            here.add(name)
             yield (f"part {number}: {name}" if number else name), module
 
 def _main(module: nn.Module) -> Any:

@@ -320,12 +320,14 @@ def _is_whole(kept: dict[str, Any]) -> bool:
     names = ("name", "kind", "fan_in", "has_weight", "float8")
     layers = [{name: layer[name] for name in names} for layer in kept["layers"]]
     steps = kept["steps"]
-    whole = all(type(step) is int for step in steps) and steps == sorted(set(steps))
+    whole = all(type(step) is int and abs(step) < 2**53 for step in steps) and steps == sorted(set(steps))
     sized = all(layer["fan_in"] is None or is_whole(layer["fan_in"], 1) for layer in layers)
+    flags = all(type(layer[key]) is bool for layer in layers for key in ("has_weight", "float8"))
     given = [layer["name"] for layer in layers]
-    texts = [*given, *kept["forgotten"], *kept["dtypes"], *kept["dtypes"].values(), kept["stopped"]]
+    texts = [*given, *(layer["kind"] for layer in layers)]
+    texts += [*kept["forgotten"], *kept["dtypes"], *kept["dtypes"].values(), kept["stopped"]]
     said = all(isinstance(text, str) for text in texts) and len(set(given)) == len(given)
-    return whole and sized and said and len(kept["facts"]) == len(steps)
+    return whole and sized and flags and said and len(kept["facts"]) == len(steps)
 
 # %% ../../nbs/watching/11_recording.ipynb #9cbe50ea
 def read_recording(
@@ -344,7 +346,7 @@ def read_recording(
         kept["series"] = [(str(layer), str(tensor)) for layer, tensor in kept["series"]]
         shape = len(kept["steps"]), len(kept["series"]), len(STATS)
         good = _is_whole(kept)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise InputError(f"{path} is damaged: {type(e).__name__} {e}") from None
     if not good: raise InputError(f"{path} is damaged: its entries are not of one run")
     return Recording(values=_array(Path(folder) / _ARRAY, shape), **kept)
