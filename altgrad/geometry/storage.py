@@ -325,7 +325,9 @@ class WeightPart(torch.Tensor):
         if any(isinstance(x, WeightPart) for x in tree_leaves(written)):
             raise InputError("a part of a weight on a grid cannot be written in place, as it was unpacked: "
                              "change w.dequantize() and hand it to w.copy_()")
-        args, kwargs = tree_map(_plain, (args, kwargs))
+        if any(issubclass(t, GridTensor) for t in types):  # a whole weight may be written from a part
+            args, kwargs = tree_map(lambda x: x.plain() if isinstance(x, WeightPart) else x, (args, kwargs))
+            return func(*args, **kwargs)
         with torch._C._DisableTorchDispatch(): found = func(*args, **kwargs)
         return tree_map(part_of, found) if _is_view(func) else found
 
