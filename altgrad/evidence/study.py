@@ -28,6 +28,7 @@ import numpy as np
 from scipy.stats import t as student_t
 
 from ..basics import COLORS, INK, InputError
+from ..geometry.catalogue import RULES
 from ..numbers.formats import EIGHT_BIT
 from .instrument import Arm, arm_values
 from .sweep import Loss, Matrix, Plan, Tuning, loss_of_row, plan, read_rows
@@ -606,7 +607,9 @@ def rule_text(cell: Arm) -> str:
     "A rule in a word or two."
     more = "" if cell.formula == "ulp" else f", {cell.formula}"
     if cell.reset_every: more += f", reset every {cell.reset_every}"
-    if cell.rule != "stiffness_adamw": return cell.rule + more
+    rule = RULES.get(cell.rule)
+    own = rule is not None and rule.knows_grids and not rule.fixed
+    if cell.rule != "stiffness_adamw": return (rule.optimizer.__name__ if rule and own else cell.rule) + more
     where = " on the gradient" if cell.placement == "gradient" else ""
     return f"S^{cell.power:g}{where}{more}" if cell.power else f"AdamW{more}"
 

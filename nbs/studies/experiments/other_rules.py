@@ -45,9 +45,12 @@ def stored() -> Study:
     return build_study(read_ledger(HERE.parent / "results/ledger"), matrices)
 
 
+def cell_of(study: Study, key: Key) -> Arm: return study.cell(key.format, key.storage, rule=key.rule)
+
+
 def compared(study: Study, key: Key) -> Weights:
     "The rule's arm and that of AdamW, weighted so that their sum is the rule's gain."
-    return gain(study, study.cell(key.format, key.storage, rule=key.rule))
+    return gain(study, cell_of(study, key))
 
 
 def gains(study: Study) -> Gains:
@@ -116,10 +119,12 @@ class Line(NamedTuple):
     def loss(self, flips: float) -> float: return self.at_one + self.slope * float(np.log2(flips))
 
 
-def line_of_powers(study: Study) -> Line:
-    "The line through all formats' powers of S under nearest rounding; of the other rules it knows nothing."
+def line_of_powers(study: Study) -> Line | None:
+    """The line through all formats' powers of S under nearest rounding; of the other rules it knows nothing.
+    None where fewer than two have been run."""
     cells = [study.cell(f, "grid_nearest", p) for f, p in product(FORMATS, POWERS)]
     known = [m for cell in dict.fromkeys(cells) if (m := moving(study, cell))]
+    if len(known) < 2: return None
     slope, at_one = np.polyfit([np.log2(m.flips) for m in known], [m.loss for m in known], 1)
     return Line(float(slope), float(at_one), len(known))
 
@@ -127,8 +132,9 @@ def line_of_powers(study: Study) -> Line:
 def misses(study: Study) -> dict[Key, float]:
     "How far each rule's arm under nearest rounding ends above the line of powers, by its own share of moving codes."
     line = line_of_powers(study)
+    if line is None: return {}
     known = {key: m for key in KEYS if key.storage == "grid_nearest"
-             and (m := moving(study, study.cell(key.format, key.storage, rule=key.rule)))}
+             and (m := moving(study, cell_of(study, key)))}
     return {key: m.loss - line.loss(m.flips) for key, m in known.items()}
 
 
