@@ -119,6 +119,26 @@ def test_a_wrong_granularity_is_named(bad):
     with pytest.raises(InputError, match="with elements"): amax_of(torch.ones(0), "tensor")
 
 
+@pytest.mark.parametrize("granularity", ("tensor", "channel", 4))
+@pytest.mark.parametrize("dim", (2, -3, "rows", 1.0))
+def test_a_dimension_that_is_not_there_is_named(granularity, dim):
+    for of in (amax_of, lambda x, *to: scale_of(x, "E4M3", *to)):
+        with pytest.raises(InputError, match=r"shape \(4, 8\) has no dimension"):
+            of(torch.ones(4, 8), granularity, dim)
+
+
+def test_a_number_is_a_channel_and_has_no_blocks():
+    number = torch.tensor(-3.0)
+    assert amax_of(number) == amax_of(number, "channel") == 3
+    for refused in (lambda: amax_of(number, 32), lambda: mx_scale(number, "E4M3"),
+                    lambda: nvfp4_scale(number)):
+        with pytest.raises(InputError, match="has no blocks"): refused()
+    for make in (lambda block: mx_scale(torch.ones(4), "E4M3", block=block),
+                 lambda block: nvfp4_scale(torch.ones(4), block=block)):
+        for block in ("tensor", 0, 2.0):
+            with pytest.raises(InputError, match="block's length is a whole number"): make(block)
+
+
 # MX and NVFP4
 
 
@@ -245,6 +265,24 @@ def test_a_state_of_another_recipe_is_refused():
     ):
         with pytest.raises(InputError, match="the state is that of"): other.load_state_dict(state)
     Scaling("e4m3").load_state_dict(state)
+
+
+@pytest.mark.parametrize("damage, told", [
+    ({"scale": torch.tensor(-1.0)}, "scale must be"), ({"scale": torch.tensor(torch.nan)}, "scale must be"),
+    ({"scale": None}, "scale must be"), ({"memory": "x"}, "memory must be"),
+    ({"memory": torch.tensor([-1.0])}, "memory must be"),
+])
+def test_a_damaged_state_changes_nothing(damage, told):
+    scaling = Scaling("E4M3")
+    scaling.update(torch.tensor(3.0))
+    before = scaling.state_dict()
+    with pytest.raises(InputError, match=told): scaling.load_state_dict(before | damage)
+    assert scaling.scale is before["scale"] and scaling.memory.state is before["memory"]
+    for lost in ("scale", "memory"):
+        with pytest.raises(InputError, match=lost):
+            scaling.load_state_dict({k: v for k, v in before.items() if k != lost})
+    for none in (None, [], {}):
+        with pytest.raises(InputError, match="the state is that of"): scaling.load_state_dict(none)
 
 
 @pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import os
+import pickle
 import subprocess
 import sys
 from contextlib import suppress
@@ -12,6 +13,7 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 from torch.utils._pytree import tree_leaves
 
 import altgrad
@@ -347,6 +349,17 @@ def test_a_checkpoint_goes_on_bit_for_bit(rule, bits):
     twin.load_state_dict(saved["model"])
     again.load_state_dict(saved["optimizer"])
     assert equal(everything(model, optimizer), everything(twin, again))
+    assert train(model, optimizer, range(5, 10)) == train(twin, again, range(5, 10))
+    assert equal(everything(model, optimizer), everything(twin, again))
+
+
+@pytest.mark.parametrize("rule", (torch.optim.AdamW, Lion))
+def test_a_pickled_pair_goes_on_bit_for_bit(rule):
+    model = network()
+    optimizer = altgrad.without_master(model, rule, lr=1e-3)
+    train(model, optimizer, range(5))
+    twin, again = pickle.loads(pickle.dumps((model, optimizer)))
+    assert type(again) is type(optimizer)
     assert train(model, optimizer, range(5, 10)) == train(twin, again, range(5, 10))
     assert equal(everything(model, optimizer), everything(twin, again))
 
@@ -800,6 +813,21 @@ def test_weights_that_would_leave_the_grid_are_refused():
     plain = nn.Sequential(nn.Linear(64, 64)).state_dict()
     plain["0.weight"][3, 4] = float("nan")
     with pytest.raises(InputError, match="0.weight is not finite"): model.load_state_dict(plain)
+
+
+@pytest.mark.parametrize("apply", (
+    lambda layer: prune.l1_unstructured(layer, "weight", 0.5), parametrizations.weight_norm,
+    parametrizations.spectral_norm,
+))
+def test_what_puts_another_tensor_in_a_weights_place_is_refused(apply):
+    model = network()
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    train(model, optimizer, range(2))
+    before = everything(model, optimizer)
+    with pytest.raises(InputError, match="no pruning and no parametrization"): apply(model[2])
+    assert equal(everything(model, optimizer), before)
+    assert sorted(grid_weights(model)) == ["2.weight", "4.weight", "5.weight"]
+    train(model, optimizer, range(2, 4))
 
 
 # a step in pieces

@@ -67,8 +67,22 @@ def _dtype_of_product(x: Tensor) -> torch.dtype:
         return torch.get_autocast_dtype(device)
     return x.dtype
 
+# %% ../../nbs/model/05_without_master.ipynb #acef108f
+_STAYS = "a weight on the grid stays the layer's weight: it takes no pruning and no parametrization"
+
+class _Stays(nn.Module):
+    "A layer whose `weight` is never another tensor than its own."
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        "As PyTorch; InputError where pruning would keep the codes under another name."
+        if name != "weight" and isinstance(param, GridTensor): raise InputError(_STAYS)
+        super().register_parameter(name, param)
+
+    def __delattr__(self, name: str) -> None:
+        if name == "weight": raise InputError(_STAYS)
+        super().__delattr__(name)
+
 # %% ../../nbs/model/05_without_master.ipynb #2e90326a
-class _OnGrid(nn.Module):
+class _OnGrid(_Stays):
     "What layers have in common whose weight is codes."
     weight: Any
 
@@ -383,8 +397,12 @@ class _Counted:
     "An optimizer that knows how many elements its parameters have, and says once what it left out."
     param_groups: list[dict[str, Any]]
     state: Any
+    made_of: tuple[type, str]  # the rule, and how its moments are kept
     releases_gradients = False  # whether a backward pass makes the steps
     began_anew = told_anew = False  # whether a moment was not finite, and whether that was said
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _bare_of, self.made_of, self.__getstate__()  # type: ignore[attr-defined]
 
     def mend(self, p: Tensor) -> None:
         "Let the moments of a weight on a grid that are not finite begin anew."
@@ -447,7 +465,14 @@ def updates_in_place(
                 super().load_state_dict(state_dict)
 
     InPlace.__name__ = InPlace.__qualname__ = rule.__name__
+    InPlace.made_of = rule, moments
     return InPlace
+
+# %% ../../nbs/model/05_without_master.ipynb #8e1d791a
+def _bare_of(rule: type, moments: str) -> Any:
+    "An optimizer without its state, which unpickling fills."
+    made = updates_in_place(rule, moments)
+    return made.__new__(made)
 
 # %% ../../nbs/model/05_without_master.ipynb #e5a2e57b
 _BESIDE = torch.optim.AdamW  # moves what a rule for matrices alone does not take

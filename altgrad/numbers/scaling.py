@@ -94,12 +94,26 @@ def _in_blocks(x: Tensor, block: int, dim: int) -> Tensor:
     block = min(block, x.shape[-1])  # one block is the whole of what is shorter
     return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
 
-# %% ../../nbs/numbers/04_scaling.ipynb #c855b6c3
-def _one_dimension(dim: int | tuple[int, ...]) -> int:
-    "The dimension along which blocks lie; InputError for several."
-    if isinstance(dim, int): return dim
-    raise InputError(f"blocks lie along one dimension, not along {dim}")
+# %% ../../nbs/numbers/04_scaling.ipynb #179bebec
+def _check_dim(x: Tensor, dim: int | tuple[int, ...]) -> None:
+    "InputError for a dimension that a tensor does not have."
+    ndim = max(x.dim(), 1)  # PyTorch counts a number as having one
+    for d in dim if isinstance(dim, tuple) else (dim,):
+        if is_whole(d, -ndim, ndim - 1): continue
+        raise InputError(f"a tensor of shape {tuple(x.shape)} has no dimension {d!r}")
 
+def _check_block(block: int) -> None:
+    "InputError for what is no block's length."
+    if is_whole(block, 1): return
+    raise InputError(f"a block's length is a whole number from 1, not {block!r}")
+
+def _one_dimension(x: Tensor, dim: int | tuple[int, ...]) -> int:
+    "The dimension along which blocks lie; InputError for several, and where there is none."
+    if not isinstance(dim, int): raise InputError(f"blocks lie along one dimension, not along {dim}")
+    if not x.dim(): raise InputError("a tensor without dimensions has no blocks")
+    return dim
+
+# %% ../../nbs/numbers/04_scaling.ipynb #c855b6c3
 def amax_of(
     x: Tensor,  # float tensor of any shape, not empty
     granularity: str | int = "tensor",  # tensor, channel, or a block's length
@@ -109,6 +123,7 @@ def amax_of(
     InputError for other granularities."""
     check_float(x, "amax_of")
     if not x.numel(): raise InputError("amax_of takes a tensor with elements")
+    _check_dim(x, dim)
     # one pass, and no copy of |x|
     if granularity == "tensor" and x.device.type != "mps":
         low, high = x.detach().aminmax()
@@ -117,7 +132,7 @@ def amax_of(
     if granularity == "channel": return x.detach().abs().amax(dim, keepdim=True)
     if not is_whole(granularity, 1):
         raise unknown("granularity", granularity, ("tensor", "channel", "a block's length from 1"))
-    dim = _one_dimension(dim)
+    dim = _one_dimension(x, dim)
     return _in_blocks(x.detach().abs(), granularity, dim).amax(-1).movedim(-1, dim)
 
 # %% ../../nbs/numbers/04_scaling.ipynb #3d55bf34
@@ -141,7 +156,7 @@ def scale_of(
     """Scales for `x` at a granularity, from its own amax: see `amax_of` and `compute_scale`,
     or `nvfp4_scale`."""
     check_granularity(granularity)
-    if granularity == "nvfp4": return nvfp4_scale(x, fmt, _one_dimension(dim), kind=kind)
+    if granularity == "nvfp4": return nvfp4_scale(x, fmt, _one_dimension(x, dim), kind=kind)
     scale = compute_scale(amax_of(x, granularity, dim), fmt, kind)
     if isinstance(granularity, str) or not isinstance(dim, int): return scale
     return spread(scale, granularity, x.shape[dim], dim)
@@ -160,6 +175,7 @@ def mx_scale(
 ) -> Tensor:  # float32 powers of two from 2^-127 to 2^127 (E8M0), one an element: a divisor for `fake_quantize`
     """OCP MX 1.0: 2^(floor(log2 amax) - emax) of each block's finite elements;
     1 for a block of zeros."""
+    _check_block(block)
     amax = amax_of(_finite(x), block, dim)
     emax = math.frexp(get_format(fmt).max)[1] - 1
     exponent = torch.frexp(amax.double())[1] - 1 - emax
@@ -177,6 +193,7 @@ def nvfp4_scale(
     """NVFP4: E4M3(amax of the block / max / s) times the tensor's s = amax / (448 max);
     a block's scale is at least E4M3's smallest, 2^-9, never 0."""
     if kind not in KINDS: raise unknown("kind of scale", kind, KINDS)
+    _check_block(block)
     top, e4m3 = get_format(fmt).max, get_format("E4M3")
     amax = amax_of(_finite(x), block, dim).float()
     whole = amax.amax()
@@ -275,6 +292,17 @@ class AmaxAverage(AmaxMemory):
     def _enter(self, old, new):
         return torch.where(old > 0, self.momentum * old + (1 - self.momentum) * new, new)
 
+# %% ../../nbs/numbers/04_scaling.ipynb #8d3401a5
+def _check_state(state: dict) -> None:
+    "InputError for a state that holds no scale, or a memory of no amaxes."
+    memory, scale = state.get("memory"), state.get("scale")
+    if not isinstance(scale, Tensor) or not (scale.isfinite() & (scale > 0)).all():
+        raise InputError(f"the state's scale must be a tensor of positive numbers, not {scale!r}")
+    if "memory" not in state: raise InputError("the state has no memory")
+    if memory is None: return
+    if not isinstance(memory, Tensor) or not (memory.isfinite() & (memory >= 0)).all():
+        raise InputError(f"the state's memory must be a tensor of magnitudes, not {memory!r}")
+
 # %% ../../nbs/numbers/04_scaling.ipynb #b7febdd8
 class Scaling:
     "The scale of a stream of tensors in a format, by what a memory keeps of their amaxes."
@@ -332,9 +360,12 @@ class Scaling:
         self,
         state: dict,  # from `state_dict` of the same recipe
     ) -> None:
-        "Restore what `state_dict` gave, exactly; InputError if that was another recipe."
-        if state.get("recipe") != repr(self):
-            raise InputError(f"the state is that of {state.get('recipe')}, not of {self!r}")
+        """Restore what `state_dict` gave, exactly; InputError if that was another recipe,
+        or what no recipe gives."""
+        if not isinstance(state, dict) or state.get("recipe") != repr(self):
+            told = state.get("recipe") if isinstance(state, dict) else state
+            raise InputError(f"the state is that of {told}, not of {self!r}")
+        _check_state(state)
         self.memory.state, self.scale = state["memory"], state["scale"]
 
     def __repr__(self):
