@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MESSAGE', 'LARGEST', 'LARGEST_RECORD', 'MOST_VALUES', 'MOST_LEVELS', 'COLORS', 'MARKERS', 'INK', 'one_line',
            'InputError', 'unknown', 'tell', 'WriteError', 'sync_folder', 'write_atomic', 'make_folder', 'cache_folder',
-           'remove_leftovers', 'read_small', 'parse_yaml', 'read_yaml', 'parse_json', 'is_number', 'read_parquet',
-           'operator_name', 'svg_bars', 'html_card', 'figure_style', 'in_figure_style']
+           'remove_leftovers', 'read_small', 'parse_yaml', 'read_yaml', 'parse_json', 'is_number', 'open_arrow',
+           'read_parquet', 'operator_name', 'svg_bars', 'html_card', 'figure_style', 'in_figure_style']
 
 # %% ../nbs/basics.ipynb #085f52e4
 import difflib
@@ -212,6 +212,16 @@ def is_number(value: Any) -> bool:
     nor does an int that no float can hold."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
+# %% ../nbs/basics.ipynb #dbef83c2
+def open_arrow(
+    path: Path | str,
+) -> Any:  # a context manager: Arrow's own file
+    """Opens a file by Arrow: its threads may hold a Python file's bytes when the process ends, which
+    aborts it. The name goes as bytes, as a text must be UTF-8."""
+    import pyarrow as pa
+
+    return pa.OSFile(os.fsencode(path))
+
 # %% ../nbs/basics.ipynb #5ca7ab1e
 def read_parquet(
     path: Path | str,
@@ -219,12 +229,9 @@ def read_parquet(
 ) -> list[dict[str, Any]]:  # column -> value, a row each
     """The rows of a parquet file; pyarrow's errors and OSError for what is none,
     or for a page that is not as its checksum says, where it has one."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # by Arrow: its threads may hold a Python file's bytes when the process ends, which aborts it;
-    # in bytes: a text must be UTF-8
-    with pa.OSFile(os.fsencode(path)) as file:
+    with open_arrow(path) as file:
         return pq.read_table(file, columns=columns, page_checksum_verification=True).to_pylist()
 
 # %% ../nbs/basics.ipynb #opname02

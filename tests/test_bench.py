@@ -155,6 +155,8 @@ class Mine(torch.optim.Optimizer):
     ("{}", "self.mine[i] = (p.clone(), 0, p.grad.clone())"),
     ("[]", "self.mine.append(p.double().float()) if len(self.mine) < 2 * len(group['params']) else None"),
     ("Held()", "setattr(self.mine, f'x{i}', [p.clone(), p.grad.numpy().copy()])"),
+    ("{}", "setattr(self, f'x{i}', (p.grad.numpy().copy().T, p.clone(), p.grad.sum().numpy()))"),
+    ("{}", "self.mine[i] = (torch.stack([p.grad, p.grad]).to_sparse().values().clone(),)"),
     ("collections.deque()", "self.state[p]['all'] = collections.namedtuple('T', 'a b')(p.clone(), p.grad.clone())"),
 ])
 def test_bits_that_a_rule_keeps_elsewhere_are_counted(small, here, kind, keep):

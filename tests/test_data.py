@@ -521,6 +521,9 @@ def test_a_damaged_corpus_is_named(cache, laws):
         damage(folder)
         refused("is damaged, or of an older version; delete that folder", load_corpus, f"path:{laws}", cache=cache)
         D.shutil.rmtree(folder)
+    folder = load_corpus(f"path:{laws}", cache=cache).folder
+    (folder / ".DS_Store").write_bytes(b"a file browser's")
+    assert load_corpus(f"path:{laws}", cache=cache).folder == folder
 
 
 def test_damaged_tokens_are_named(cache, laws):

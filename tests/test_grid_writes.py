@@ -1,16 +1,21 @@
-"""Whatever writes a weight on a grid writes it, rounded once, or is refused: nothing is lost in silence."""
+"""Whatever writes a weight on a grid writes it, rounded once, or is refused. One write is lost, and no test is of it:
+that of a part which was taken while a gradient was recorded, and is written when none is."""
 import copy
 import io
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from geoopt import ManifoldParameter
 from torch import nn
 from torch.nn.utils import vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.flop_counter import FlopCounterMode
 
 from altgrad.basics import InputError
-from altgrad.geometry.storage import GridTensor, load_plain_state, make_grid_tensor, plain_state
+from altgrad.geometry.storage import GridTensor, load_plain_state, make_grid_tensor, plain_state, store_on_grid
+from altgrad.model.surgery import quantize_model
 
 STORAGES = ("grid_nearest", "grid_stochastic", "grid_residual4", "grid_wide4", "bf16")
 START = torch.tensor([[1.0, -2.0, 0.5, 4.0], [0.25, 3.0, -1.5, 448.0]])  # all of E4M3, and so are their halves
@@ -94,6 +99,8 @@ def test_a_part_is_read_as_any_tensor():
     assert torch.equal(part, here) and torch.equal(w.T, START.T) and torch.equal(w.view(-1)[3:], START.flatten()[3:])
     assert part.tolist() == here.tolist() and float(part[1]) == -2.0
     assert np.array_equal(part.numpy(), here.numpy()) and np.array_equal(np.asarray(part), here.numpy())
+    with pytest.raises(ValueError, match="read-only"): part.numpy()[0] = 1
+    assert f"{part[1]:.1f}" == "-2.0"
     for made in (part + 1, part.clone(), torch.cat([part, part]), copy.deepcopy(part), part.double(), part @ part):
         assert type(made) is torch.Tensor
     changed = part.clone()
@@ -103,6 +110,79 @@ def test_a_part_is_read_as_any_tensor():
     torch.save(part, file)
     file.seek(0)
     assert torch.equal(torch.load(file), here)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_data_that_is_taken_and_put_back_is_what_it_was(storage):
+    "As when an average of weights is evaluated in their place."
+    w, other = weight(storage), weight(storage)
+    kept, w.data = w.data, torch.zeros(2, 4)
+    assert not w.dequantize().any()
+    w.data = kept
+    assert torch.equal(w.dequantize(), START)
+    with torch.no_grad(): other.mul_(0.5)
+    w.data, other.data = other.data, w.data
+    assert torch.equal(w.dequantize(), START / 2) and torch.equal(other.dequantize(), START)
+
+
+def test_a_weight_keeps_type_and_shape():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = weight()
+    model = Plain()
+    for change in (model.half, model.double, model.bfloat16):
+        with pytest.raises(InputError, match="keeps its dtype"): change()
+    with pytest.raises(InputError, match="keeps its shape"): model.w.data = torch.zeros(4)
+    assert model.float().w.dtype == torch.float32 and torch.equal(model.w.dequantize(), START)
+
+
+MODES = lambda: torch.device("cpu"), lambda: FlopCounterMode(display=False)
+
+
+@pytest.mark.parametrize("inside", MODES)
+def test_what_is_wrong_is_seen_in_every_mode(inside):
+    layer = nn.Linear(4, 2, bias=False)
+    layer.weight = weight()
+    state = plain_state(layer)
+    state["weight.scale"] = torch.tensor(torch.nan)
+    with inside():
+        with pytest.raises(InputError, match="finite"): make_grid_tensor(START / 0, "E4M3", "grid_nearest")
+        with pytest.raises(InputError, match="scale of weight"): load_plain_state(layer, state)
+        with torch.no_grad(), pytest.raises(InputError, match="a part of"): layer.weight[0].zero_()
+    assert torch.equal(layer.weight.dequantize(), START)
+
+
+def test_what_is_not_finite_on_a_manifold_is_seen():
+    model = nn.Sequential(nn.Linear(4, 2))
+    quantize_model(model, "E4M3", skip=(), manifold=True)
+    assert isinstance(model[0].weight, ManifoldParameter)
+    with torch.no_grad(): model[0].weight[0, 0] = torch.nan
+    with pytest.raises(InputError, match="finite"): store_on_grid(model, "grid_nearest")
+
+
+def test_collectives_are_refused():
+    "They say of none of their arguments that it is written."
+    w = weight()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for given in (w.data, w.data[0]):
+            for call in (lambda t: dist.broadcast(t, 0), dist.all_reduce, lambda t: dist.all_gather([t], t)):
+                with pytest.raises(InputError, match="collectives"): call(given)
+        dist.all_reduce(w.dequantize())
+    finally: dist.destroy_process_group()
+    assert torch.equal(w.dequantize(), START)
+
+
+def test_copying_a_list_is_copying_each():
+    "A weight of `without_master` begins anew, with a scale of its own, whoever copies into it."
+    one, other = weight(), weight()
+    for w in (one, other): w.data.how["afresh"] = True
+    small = START * 2.0**-20
+    with torch.no_grad():
+        one.copy_(small)
+        torch._foreach_copy_([other], [small])
+    assert torch.equal(one.dequantize(), small) and torch.equal(other.dequantize(), small)
 
 
 def test_the_average_of_a_model_moves():

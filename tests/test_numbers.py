@@ -30,6 +30,23 @@ TITLE = {
 }
 STORAGE = {title: storage for storage, title in TITLE.items()}
 AGAIN = "grid_nearest", "E7M0"  # two of its arms were never tuned (amendment 1)
+POWERED = "stiffness_adamw"  # the rule S^p
+NAMES = {"riemannian_adamw": "RiemannianAdamW", "madam": "Madam", "grid_sgd": "GridSGD"}
+
+
+def named(arm: tuple) -> str:
+    "A rule as the pages write it."
+    if arm[2] != POWERED: return NAMES[arm[2]]
+    return f"S^{arm[4]:g}" + " on the gradient" * (arm[3] == "gradient")
+
+
+def arm_of(fmt: str, storage: str, text: str) -> tuple:
+    "The arm that a page names so."
+    for rule, name in NAMES.items():
+        if text == name: return fmt, storage, rule, "update", 0.0
+    power, _, gradient = text.removeprefix("S^").partition(" ")
+    return fmt, storage, POWERED, "gradient" if gradient else "update", float(power)
+
 
 # ---- the runs
 
@@ -53,7 +70,7 @@ def planned(m: dict) -> dict[tuple, float]:
     for group in m["arms"]:
         lists = [
             v if isinstance(v := group.get(key, default), list) else [v]
-            for key, default in zip(ARM, ("", "", "", "update", 1))
+            for key, default in zip(ARM, ("", "", "", "update", int(group["rule"] == POWERED)))
         ]
         for fmt, storage, rule, placement, power in product(*lists):
             out = any(fmt == e["format"] and power in e["power"] for e in group.get("exclude", []))
@@ -136,20 +153,22 @@ class Study:
         return arms
 
     def cell(self, fmt, storage, power=0.0, placement="update"):
-        return fmt, storage, "stiffness_adamw", placement, power
+        return fmt, storage, POWERED, placement, power
 
-    def losses(self, fmt, storage, power=0.0, placement="update") -> np.ndarray:
+    def losses(self, *which) -> np.ndarray: return self.losses_of(self.cell(*which))
+
+    def losses_of(self, arm) -> np.ndarray:
         "Losses [checkpoints, seeds, pieces], shifted to the exact mean of each run."
-        part = self.runs[self.cell(fmt, storage, power, placement)]
+        part = self.runs[arm]
         chunks = np.stack(part.val_chunks.to_numpy()).astype(float)
         chunks += (part.val_loss.to_numpy() - chunks.mean(1))[:, None]
         return chunks.reshape(3, len(self.seeds), -1)
 
-    def gain(self, fmt, storage, power, placement="update"):
-        return self.losses(fmt, storage) - self.losses(fmt, storage, power, placement)
+    def gain(self, *which): return self.gain_of(self.cell(*which))
 
-    def gain_over_fp32(self, fmt, storage, power, placement="update"):
-        return self.gain(fmt, storage, power, placement) - self.gain(fmt, "fp32", power, placement)
+    def gain_of(self, arm): return self.losses(*arm[:2]) - self.losses_of(arm)
+
+    def gain_over_fp32(self, arm): return self.gain_of(arm) - self.gain_of((arm[0], "fp32", *arm[2:]))
 
     def slope(self, fmt, storage, powers=POWERS):
         "The slope of the loss in p."
@@ -163,13 +182,14 @@ class Study:
 
     def best_loss(self, arm) -> float: return self.tuning.val_loss[(*arm, self.rates[arm])]
 
-    def best(self, fmt, storage) -> tuple:
+    def best(self, fmt, storage, rules=(POWERED, *NAMES)) -> tuple:
         "The rule with the least loss in tuning among those that were tuned here and in FP32."
         ready = [
             a
             for a in self.rates
             if a[:2] == (fmt, storage)
             and a != self.cell(fmt, storage)
+            and a[2] in rules
             and (fmt, "fp32", *a[2:]) in self.rates
         ]
         return min(ready, key=lambda a: (self.best_loss(a), abs(a[4]), a[4]))
@@ -188,6 +208,15 @@ class Study:
             low, high = low + min(terms), high + max(terms)
         return low, high
 
+    def moved_whole(self, weights: dict[tuple, float]) -> bool:
+        "Whether each arm was run at both rates beside its own."
+        for arm in weights:
+            rates, at = self.walks[arm][0], self.walks[arm][0].index(self.rates[arm])
+            beside = [rates[k] for k in (at - 1, at + 1) if 0 <= k < len(rates)]
+            there = self.spot[self.spot["size"] == 3].index
+            if len(beside) < 2 or any((*arm, lr) not in there for lr in beside): return False
+        return True
+
     def moved_on_tuning(self, weights): return self.moved(weights, self.tuning.val_loss.get)
 
     def moved_on_confirmation(self, weights):
@@ -199,7 +228,7 @@ class Study:
 def slope_weights(fmt, storage):
     "Weights of the arms in D."
     return {
-        (fmt, s, "stiffness_adamw", "update", p): sign * p / 2.5
+        (fmt, s, POWERED, "update", p): sign * p / 2.5
         for s, sign in ((storage, 1), ("fp32", -1))
         for p in POWERS
         if p
@@ -395,15 +424,14 @@ def listed(text: str) -> list[str]: return re.findall(r"E\dM\d", text)
 # ---- the first sentence
 
 
-def more_tuning(fmt: str, storage: str, power: float) -> np.ndarray | None:
-    """The gain of a rule with twelve tuning runs a rate and on fresh seeds (amendment 2),
+HEADLINES = "headline_e7m0", "headline_e6m1", "headline_nearest"
+
+
+def more_tuning(arm: tuple) -> np.ndarray | None:
+    """The gain of a rule with twelve tuning runs a rate and on fresh seeds (amendments 2 and 9),
     where that was run to the end."""
-    study = complete(f"headline_{fmt.lower()}") if fmt in ("E6M1", "E7M0") else None
-    return (
-        study.gain(fmt, storage, power)
-        if study and study.cell(fmt, storage, power) in study.runs
-        else None
-    )
+    there = [study for name in HEADLINES if (study := complete(name)) and arm in study.runs]
+    return there[0].gain_of(arm) if there else None
 
 
 def still(d: np.ndarray, wider: float = 0.0) -> bool:
@@ -419,7 +447,7 @@ def became(d: np.ndarray, wider: float = 0.0) -> str:
 
 
 def with_more_tuning() -> dict[tuple[str, str], tuple[str, ...]]:
-    """By storage and format: gain and interval, power, verdict and the gain before,
+    """By storage and format: gain and interval, rule, verdict and the gain before,
     as the answer prints them."""
     head = "| format, rounding | rule | gain, first tuning |"
     _, *rows = lines_of(head)
@@ -428,8 +456,7 @@ def with_more_tuning() -> dict[tuple[str, str], tuple[str, ...]]:
     found = {}
     for place, rule, before, now, verdict in rows:
         f, rounding = place.split(", ")
-        power = rule.removeprefix("S^")
-        found[storage[rounding], f] = tuple(numbers(now)), power, verdict, before
+        found[storage[rounding], f] = tuple(numbers(now)), rule, verdict, before
     return found
 
 
@@ -451,7 +478,7 @@ def gains(study_of):
     found = {}
     for s in STORAGES:
         rules = {f: study_of(s, f).best(f, s) for f in RANKED}
-        each = {f: (a, study_of(s, f).gain(f, s, a[4], a[3])) for f, a in rules.items()}
+        each = {f: (a, study_of(s, f).gain_of(a)) for f, a in rules.items()}
         found |= {(s, f): each[f] for f in sorted(each, key=lambda f: -each[f][1].mean())}
     return found
 
@@ -464,14 +491,14 @@ def shown(gains):
         s: [f for (t, f), (_, d) in gains.items() if t == s and still(d)] for s in STORAGES
     }
     kept = {
-        s: [f for f in found if keeps(f, s, more_tuning(f, s, gains[s, f][0][4]))]
+        s: [f for f in found if keeps(f, s, more_tuning(gains[s, f][0]))]
         for s, found in one_by_one.items()
     }
     return one_by_one, kept
 
 
 ENDS = re.compile(
-    r"(E\dM\d)(?: gains most:|) \(?S\^(-?[\d.]+)(?: ends|,) (-?[\d.]+) nats \[(-?[\d.]+), "
+    r"(E\dM\d)(?: gains most:|) \(?(S\^-?[\d.]+|[A-Z]\w+)(?: ends|,) (-?[\d.]+) nats \[(-?[\d.]+), "
     r"(-?[\d.]+)\]"
 )
 
@@ -483,7 +510,7 @@ def test_gains_of_the_first_sentence(gains, shown):
         if line.startswith("**") and "With nearest rounding" in line
     )
     assert sentence in answer()
-    clauses = sentence.removeprefix("**So far. ").split(".** ")[0].split(". ")
+    clauses = sentence.removeprefix("**So far. ").removeprefix("**").split(".** ")[0].split(". ")
     heads = [
         "With weights on the grid and stochastic rounding", "With nearest rounding",
         "With FP32 master weights",
@@ -492,8 +519,8 @@ def test_gains_of_the_first_sentence(gains, shown):
     for storage, clause in zip(STORAGES, clauses, strict=True):
         found, kept = ENDS.findall(clause), shown[1][storage]
         assert [fmt for fmt, *_ in found] == kept == listed(clause)
-        for fmt, power, *numbers_of in found:
-            assert gains[storage, fmt][0][3:] == ("update", float(power))
+        for fmt, rule, *numbers_of in found:
+            assert gains[storage, fmt][0] == arm_of(fmt, storage, rule)
             check(numbers_of, gains[storage, fmt][1])
         (top, (_, first)), (_, (_, second)) = [
             (f, g) for (s, f), g in gains.items() if s == storage
@@ -502,12 +529,34 @@ def test_gains_of_the_first_sentence(gains, shown):
         assert ("no rule is shown to end 0.01 nats below" in clause) == (not kept)
 
 
+def test_what_is_said_beside_madams_gains(central, study_of, gains, shown):
+    "That rules in the format's own spacing gain less, and stochastic rounding ends lower."
+    formats, where, own, lower = one(
+        r"its gains are none of the spacing of (.*?)\. Of the rules .* gain under (\w+) rounding: (.*?)\. "
+        r"AdamW with .* lower than Madam: (.*?)\.$", "\n".join(x for x in readme().splitlines() if "than Madam" in x))
+    assert listed(formats) == [f for f in shown[1]["grid_nearest"] if gains["grid_nearest", f][0][2] == "madam"]
+    assert where == "nearest" and f"{lower}." in answer()
+    found = {}
+    for f in RANKED:
+        study = study_of("grid_nearest", f)
+        arm = study.best(f, "grid_nearest", (POWERED, "riemannian_adamw", "grid_sgd"))
+        if still(d := study.gain_of(arm)): found[f] = named(arm), d
+    known = re.findall(r"(S\S+|[A-Z]\w+) in (E\dM\d) \(([\d.]+) nats\)", own)
+    assert [f for _, f, _ in known] == list(found)
+    for rule, f, won in known: assert rule == found[f][0] and prints(won, found[f][1].mean())
+    apart = re.findall(r"by ([\d.]+) nats in (E\dM\d)", lower)
+    assert [f for _, f in apart] == listed(formats)
+    for by, f in apart:
+        d = central.losses_of(gains["grid_nearest", f][0]) - central.losses(f, "grid_stochastic")
+        assert prints(by, d.mean()) and sign(d) > 0
+
+
 def test_the_large_gains_with_more_tuning(gains, shown):
     expected = {
         (s, f): d
         for s in STORAGES
         for f in shown[0][s]
-        if (d := more_tuning(f, s, gains[s, f][0][4])) is not None
+        if (d := more_tuning(gains[s, f][0])) is not None
     }
     found = with_more_tuning()
     assert found.keys() == expected.keys() and len(found) >= 1
@@ -515,10 +564,10 @@ def test_the_large_gains_with_more_tuning(gains, shown):
     assert [str(n) for n in runs] == list(
         one(r"first judged by (\d+) tuning runs.* the gains after (\d+) runs a rate")
     )
-    for key, (numbers_of, power, verdict, before) in found.items():
+    for key, (numbers_of, rule, verdict, before) in found.items():
         d = expected[key]
         check(numbers_of, d)
-        assert float(power) == gains[key][0][4]
+        assert rule == named(gains[key][0])
         assert verdict in {became(d, wider) for wider in (0.0, near(d), -near(d))}
         assert prints(before, gains[key][1].mean())
     how, control = one(
@@ -528,23 +577,24 @@ def test_the_large_gains_with_more_tuning(gains, shown):
     assert how == ("gains" if there > 0 else "costs") and prints(control, abs(there))
 
 
-def gain_weights(arm): return {(*arm[:2], "stiffness_adamw", "update", 0.0): 1.0, arm: -1.0}
+def gain_weights(arm): return {(*arm[:2], POWERED, "update", 0.0): 1.0, arm: -1.0}
 
 
 def test_gains_at_neighbouring_rates(central, gains, shown):
-    ranges = {
-        f"{f} ({TITLE[s]})": central.moved_on_confirmation(gain_weights(gains[s, f][0]))
-        for s in STORAGES
-        for f in shown[1][s]
+    weights = {
+        f"{f} ({TITLE[s]})": gain_weights(gains[s, f][0]) for s in STORAGES for f in shown[1][s]
     }
-    # where it was run
-    known = {name: low > 0 for name, (low, high) in ranges.items() if low < high}
+    known = {
+        name: central.moved_on_confirmation(w)[0] > 0
+        for name, w in weights.items() if central.moved_whole(w)
+    }
     yes, no = ([name for name, keeps in known.items() if keeps == how] for how in (True, False))
-    text, _, but = one(
-        r"by a factor of 1\.4, the gain stays above zero in (.*?\)|none)(, and not in (.*?\)))?\."
+    text, but, unknown = one(
+        r"by a factor of 1\.4, the gain stays above zero in (.*?\)|none)(, and not in .*?\))?"
+        r"(; not run in .*?\))?\.\n"
     )
-    assert re.findall(r"E\dM\d \([^)]*\)", text) == yes
-    assert re.findall(r"E\dM\d \([^)]*\)", but) == no
+    names = lambda text: re.findall(r"E\dM\d \([^)]*\)", text)
+    assert (names(text), names(but), names(unknown)) == (yes, no, [x for x in weights if x not in known])
     assert yes or no
 
 
@@ -603,12 +653,9 @@ def test_what_matters_and_how_far_it_moves(central, slopes, verdicts, gains, sho
         for (s, f), v in verdicts.items()
         if v[1] == "matters"
     ]
-    ranges = [
-        central.moved_on_confirmation(gain_weights(gains[s, f][0]))
-        for s in STORAGES
-        for f in shown[1][s]
-    ]
-    of_gain = [(low, high) for low, high in ranges if low < high]
+    weights = [gain_weights(gains[s, f][0]) for s in STORAGES for f in shown[1][s]]
+    ranges = [central.moved_on_confirmation(w) for w in weights]
+    of_gain = [r for r, w in zip(ranges, weights) if central.moved_whole(w)]
     keep = lambda ranges: sum(low > 0 or high < 0 for low, high in ranges)
     found = one(
         r"(\d) of (\d) D keep their sign \((\d+) arms enter a D\) and (\d) of (\d) plain gains "
@@ -628,13 +675,11 @@ def test_table_of_every_rule(central, retuned, gains):
         assert prints(loss, here.losses(fmt, storage).mean())
         assert rate == f"{here.rates[here.cell(fmt, storage)]:.2g}"
         for rule, cell in zip(head[3:], cells, strict=True):
-            power = float(rule.split()[0][2:])
-            placement = "gradient" if "gradient" in rule else "update"
-            study = central if placement == "gradient" else here
-            arm = study.cell(fmt, storage, power, placement)
+            arm = arm_of(fmt, storage, rule)
+            study = here if arm[2:4] == (POWERED, "update") else central
             assert bool(cell) == (arm in study.walks), (storage, fmt, rule)
             if not cell: continue
-            d = study.gain_over_fp32(fmt, storage, power, placement)
+            d = study.gain_over_fp32(arm)
             estimate, rate, edge, mark = re.fullmatch(
                 r"(.*) @([-.e\d]+)(\*?)( \(best\))?", cell
             ).groups()
@@ -655,7 +700,7 @@ def test_where_the_geometry_pays_only_beside_its_cost_in_fp32(gains, study_of):
     for s in STORAGES:
         line, = one(rf"- \*{TITLE[s]}\*: (.*)")
         both = {
-            f: (d, study_of(s, f).gain_over_fp32(f, s, arm[4], arm[3]))
+            f: (d, study_of(s, f).gain_over_fp32(arm))
             for (t, f), (arm, d) in gains.items()
             if t == s
         }
@@ -665,7 +710,7 @@ def test_where_the_geometry_pays_only_beside_its_cost_in_fp32(gains, study_of):
         found = re.findall(r"(E\dM\d): ([-+.\d]+) here, ([-+.\d]+) in FP32", line)
         assert [f for f, *_ in found] == up
         assert (
-            f"at least 0.01 in {' and '.join(up)}" if up else "no B is shown that reaches 0.01"
+            f"at least 0.01 in {' and '.join(up)}" if up else "of no best rule a B is shown that reaches 0.01"
         ) in line
         assert all(
             prints(here, both[f][0].mean()) and prints(there, (both[f][0] - both[f][1]).mean())
@@ -686,8 +731,10 @@ def test_what_the_amendments_changed(slopes, verdicts, gains, study_of):
         if o["study"] == "central"
     ]
     now = {("D", *key): (d, verdicts[key][1]) for key, d in slopes.items()}
-    for (s, f), (arm, d) in gains.items():
-        b = study_of(s, f).gain_over_fp32(f, s, arm[4], arm[3])
+    for s, f in gains:  # powers of S, the rules that had been run then
+        study = study_of(s, f)
+        arm = study.best(f, s, (POWERED,))
+        d, b = study.gain_of(arm), study.gain_over_fp32(arm)
         now |= {("gain", s, f): (d, judged(d, 0.01)), ("B", s, f): (b, judged(b, 0.01))}
     _, *rows = lines_of("| effect | before |")
     place = re.compile(r"(D|B|gain) of (E\dM\d), (\w+)")
@@ -775,7 +822,7 @@ def test_table_of_progress(central, replication):
     ]
     assert re.findall(r"^- .* confirmation runs$", answer(), re.MULTILINE) == undone
     rows = table(LEDGER)
-    assert tuple(map(int, one(r"(\d+) of (\d+) runs in the ledger diverged or failed"))) == (
+    assert tuple(map(int, one(r"(\d+) of (\d+) runs in the ledger diverged, failed or ended"))) == (
         rows.diverged.sum(),
         len(rows),
     )
@@ -859,7 +906,8 @@ def test_h3(central):
 
 def test_h4():
     rows = table(LEDGER)
-    null = rows[rows.format.isin(["E0M7", "E1M6"]) & (rows.placement == "update")]
+    powers = (rows.placement == "update") & (rows.rule == POWERED)
+    null = rows[rows.format.isin(["E0M7", "E1M6"]) & powers]
     alike = [
         "storage", "lr", "seed", "checkpoint_sha", "corpus_sha", "split", "machine", "versions",
         "floor_octaves",
@@ -927,7 +975,7 @@ def test_best_powers(central, retuned, study_of):
             tuned = {
                 a[4]: study.best_loss(a)
                 for a in study.rates
-                if a[:2] == (fmt, storage) and a[3] == "update"
+                if a[:4] == (fmt, storage, POWERED, "update")
             }
             assert min(sorted(tuned), key=tuned.get) == float(power)
         assert listed(part) == PRIMARY
@@ -1011,6 +1059,7 @@ def costs(central):
     means over runs of a format, power and rate."""
     rows = central.rows[
         (central.rows.placement == "update")
+        & (central.rows.rule == POWERED)
         & ~central.rows.diverged
         & (central.rows.format != "E1M6")
     ]
@@ -1258,8 +1307,7 @@ def test_small_table_of_rules(gains):
         for storage, cell in zip(storages, cells, strict=True):
             arm, d = gains[storage, fmt]
             rule, estimate = cell.strip("*").split(": ")
-            on_gradient = " on the gradient" if arm[3] == "gradient" else ""
-            assert rule == f"S^{arm[4]:g}{on_gradient}", (storage, fmt)
+            assert rule == named(arm), (storage, fmt)
             check_t(estimate, d)
             assert cell.startswith("**") == (judged(d, 0.01) == "matters"), (storage, fmt)
 

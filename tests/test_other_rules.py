@@ -67,3 +67,20 @@ def test_gains_are_means_over_pairs_of_rows():
         # sums of at most 24 losses and of their pieces in another order
         assert found[key].mean == pytest.approx(sum(gaps) / len(gaps), abs=1e-12)
         assert found[key].seeds == len(seeds)
+
+
+@pytest.mark.parametrize("mean, half, verdict", [
+    (0.05, 0.01, HOLDS), (0.035, 0.01, OPEN), (0.065, 0.01, OPEN), (0.02, 0.005, REFUTED), (0.1, 0.01, REFUTED),
+    (0.04, 0.05, REFUTED), (-0.05, 0.01, REFUTED),
+])
+def test_a_bound_is_refuted_by_zero_and_by_an_interval_outside(mean, half, verdict):
+    assert program.within(an_effect(mean, half), 0.03, 0.07)[0] == verdict
+    assert program.within(None, 0.03, 0.07)[0] == "not run"
+
+
+@pytest.mark.parametrize("means, verdict", [
+    ((0.03, 0.02), HOLDS), ((0.03, 0.001), REFUTED), ((-0.03, 0.02), REFUTED), ((0.03, None), "not run"),
+])
+def test_one_format_refutes_that_stochastic_rounding_ends_lower(means, verdict):
+    found = {f: m and an_effect(m) for f, m in zip(program.SAID_AGAIN, means)}
+    assert program.above_stochastic(found)[0] == verdict

@@ -346,11 +346,18 @@ def test_layers_keep_names_of_their_own():
             super().__init__()
             self.weight, self.module = nn.Parameter(torch.ones(4)), nn.Linear(4, 4, bias=False)
         def forward(self, x): return self.module(x) * self.weight
+    class Held(nn.Module):
+        "What a wrapper would be called comes first."
+        def __init__(self):
+            super().__init__()
+            self.module, self.a = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False)}), nn.Linear(4, 4, bias=False)
+        def forward(self, x): return self.a(self.module["a"](x))
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.scale, self.model, self.g = nn.Parameter(torch.ones(())), nn.Linear(4, 4), Gated()
-        def forward(self, x): return self.g(self.model(x)) * self.scale
+            self.h = Held()
+        def forward(self, x): return self.h(self.g(self.model(x))) * self.scale
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with altgrad.record(net, optimizer) as recorder, altgrad.stall(net, optimizer, every=1) as meter:
@@ -358,9 +365,27 @@ def test_layers_keep_names_of_their_own():
             net(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert list(meter.tensors) == ["scale", "model.weight", "model.bias", "g.weight", "g.module.weight"]
+    held = ["h.module.a", "h.a"]
+    assert list(meter.tensors) == [
+        "scale", "model.weight", "model.bias", "g.weight", "g.module.weight", *(f"{name}.weight" for name in held)]
     names = [layer["name"] for layer in recorder.recording.layers]
-    assert len(names) == len(set(names)) == 4 and {"(model)", "model", "g"} < set(names)
+    assert len(names) == len(set(names)) == 6 and {"(model)", "model", "g", *held} < set(names)
+
+
+def test_a_wrapped_model_has_its_own_names():
+    class Wrapped(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+        def forward(self, x): return self.module(x)
+    for model, layer in ((nn.Linear(2, 2), "model"), (nn.Sequential(nn.Linear(2, 2)), "0")):
+        for wrapped in (model, Wrapped(model), Wrapped(Wrapped(model))):
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+            with altgrad.record(wrapped, optimizer) as recorder, altgrad.stall(wrapped, optimizer, every=1) as meter:
+                wrapped(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+            assert [x["name"] for x in recorder.recording.layers] == [layer]
+            assert [n.rpartition(".")[0] for n in meter.tensors] == ["" if layer == "model" else layer] * 2
 
 
 def test_a_damaged_dump_is_refused_in_one_line(broken, capsys):

@@ -458,7 +458,7 @@ def test_a_state_of_plain_adamw_and_of_other_bits_goes_on():
 @pytest.mark.parametrize("part, value, told", (
     *(("scale", v, "positive and finite") for v in (float("nan"), float("inf"), -1.0, 0.0)),
     ("scale", 0.3, "no power of two"), ("", 127, "no finite number"), ("writes", -5, "negative number of times"),
-    ("seed", -1, "whole numbers"),
+    ("seed", -1, "whole number"),
 ))
 def test_weights_that_no_write_leaves_are_not_loaded(part, value, told):
     model = network()
@@ -824,10 +824,32 @@ def test_what_puts_another_tensor_in_a_weights_place_is_refused(apply):
     optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
     train(model, optimizer, range(2))
     before = everything(model, optimizer)
-    with pytest.raises(InputError, match="no pruning and no parametrization"): apply(model[2])
+    with pytest.raises(InputError, match="no pruning, no parametrization"): apply(model[2])
     assert equal(everything(model, optimizer), before)
     assert sorted(grid_weights(model)) == ["2.weight", "4.weight", "5.weight"]
     train(model, optimizer, range(2, 4))
+
+
+def test_a_plain_weight_is_refused_and_a_parameter_beside_is_not():
+    layer = network()
+    altgrad.without_master(layer, torch.optim.AdamW, lr=1e-3)
+    weight = layer[2].weight
+    for plain in (nn.Parameter(torch.zeros(128, 64)), None):
+        with pytest.raises(InputError, match="no plain tensor in its place"): layer[2].weight = plain
+    assert layer[2].weight is weight
+    layer[2].average = nn.Parameter(weight.detach().clone(), False)
+    assert "2.average" in dict(layer.named_parameters())
+    with pytest.raises(InputError, match="stays there"): torch.nn.utils.weight_norm(layer[2])
+
+
+def test_an_optimizer_that_releases_gradients_is_not_pickled():
+    optimizer = altgrad.without_master(network(), torch.optim.AdamW, lr=1e-3, release_gradients=True)
+    with pytest.raises(InputError, match="save its state_dict"): pickle.dumps(optimizer)
+
+
+def test_one_class_for_one_optimizer():
+    made = without_master.updates_in_place(torch.optim.AdamW)
+    assert made is without_master.updates_in_place(torch.optim.AdamW, "dynamic8")
 
 
 # a step in pieces

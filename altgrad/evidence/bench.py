@@ -173,12 +173,16 @@ def _place(t: torch.Tensor) -> tuple:
     "Where a tensor lies, which two names for it have in common."
     return t.data_ptr(), t.numel(), t.dtype
 
+def _bytes_of(x: np.ndarray) -> torch.Tensor:
+    "An array's memory; a copy of it where it does not lie in one piece."
+    return torch.from_numpy(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+
 def _held(x: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     "The tensors that something holds, wherever it keeps them: a rule's state need not be in `state`."
     if id(x) in seen or isinstance(x, (type, ModuleType, FunctionType, FP8Format)): return
     seen.add(id(x))
     if isinstance(x, torch.Tensor): yield from _parts(x)
-    elif isinstance(x, np.ndarray) and x.dtype != object: yield torch.from_numpy(x.view(np.uint8).reshape(-1))
+    elif isinstance(x, np.ndarray) and x.dtype != object: yield _bytes_of(x)
     elif isinstance(x, Mapping):
         for key, value in x.items(): yield from chain(_held(key, seen), _held(value, seen))
     elif isinstance(x, (list, tuple, set, frozenset, deque)):
@@ -186,8 +190,10 @@ def _held(x: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if hasattr(x, "__dict__"): yield from _held(vars(x), seen)
 
 def _parts(p: Any) -> list[torch.Tensor]:
-    "The tensors that a weight keeps."
-    return list(p.parts().values()) if isinstance(p, GridTensor) else [p.detach()]
+    "The tensors that a weight, or what a rule keeps, consists of."
+    if isinstance(p, GridTensor): return list(p.parts().values())
+    if p.layout == torch.sparse_coo: return [p.detach()._indices(), p.detach()._values()]
+    return [p.detach()]
 
 # %% ../../nbs/evidence/06_bench.ipynb #8b671ce4
 def step_times(

@@ -388,7 +388,7 @@ def _check_tied(state: Mapping[str, Codes | Tensor], own: Mapping[str, Tensor]) 
     for name, t in own.items():
         held = t.held_codes if isinstance(t, GridTensor) else t
         if not held.numel() or held.is_meta: continue
-        other = first.setdefault((held.data_ptr(), held.shape), name)
+        other = first.setdefault((held.data_ptr(), held.shape, held.stride()), name)
         if other != name and not _same(state[name], state[other]):
             raise InputError(f"{other} and {name} are one tensor in the model, and differ in the file")
 

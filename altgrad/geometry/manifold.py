@@ -6,6 +6,7 @@
 __all__ = ['FP8Manifold', 'plot_geodesics', 'first_step', 'plot_first_step']
 
 # %% ../../nbs/geometry/01_manifold.ipynb #09679a20
+from numbers import Real
 from typing import Any
 
 import geoopt
@@ -17,17 +18,15 @@ from torch import Tensor
 # %% ../../nbs/geometry/01_manifold.ipynb #16d8115b
 from ..basics import COLORS, INK, InputError
 from ..numbers.formats import EIGHT_BIT, PRECISION, FP8Format, get_format, signed_format
-from ..numbers.scaling import compute_scale
+from ..numbers.scaling import compute_scale, is_positive
 from .spacing import (code_coordinate, from_code_coordinate, stiffness,
                                       stiffness_floor)
 
 # %% ../../nbs/geometry/01_manifold.ipynb #1a6a5b57
-def _is_positive(scale: Tensor) -> bool: return bool((scale.isfinite() & (scale > 0)).all())
-
 def _as_scale(scale: Tensor | float) -> Tensor:
     "A manifold's scale as a tensor of its own."
     if isinstance(scale, Tensor): return scale.detach().clone()
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, Real):
         raise InputError(f"scale must be a number or a tensor, not {scale!r}")
     return torch.tensor(scale, dtype=torch.float64)
 
@@ -41,7 +40,7 @@ def _check_options(
     fmt: FP8Format, damping: float, floor_octaves: float | None, scale: Tensor
 ) -> None:
     "InputError for a scale that is not positive and finite, or a bad floor."
-    if not (scale.is_floating_point() and scale.numel() and _is_positive(scale)):
+    if not (scale.is_floating_point() and scale.numel() and is_positive(scale)):
         raise InputError(f"scale must be positive and finite, not {scale.tolist()}")
     stiffness_floor(torch.ones(1), fmt, damping, floor_octaves)
 
@@ -81,8 +80,12 @@ class FP8Manifold(geoopt.Manifold):
         self.fmt, self.damping, self.floor_octaves = signed_format(fmt), damping, floor_octaves
         self.register_buffer("scale", _as_scale(scale))
         _check_options(self.fmt, damping, floor_octaves, self.scale)
-        self.in_float32 = _is_positive(self.scale.float())  # whether points may be
         self.reversible = not _floor_moves(self.fmt, floor_octaves)  # a step can be walked back
+
+    @property
+    def in_float32(self) -> bool:
+        "Whether points may be float32, as it holds the scale."
+        return self.scale.dtype == torch.float32 or is_positive(self.scale.float())
 
     def extra_repr(self) -> str:
         sizes = "x".join(map(str, self.scale.shape))

@@ -23,7 +23,7 @@ from torch import Tensor
 # %% ../../nbs/geometry/04_optim.ipynb #8f9ac7cc
 from ..basics import InputError, unknown
 from ..numbers.blocks import BlockScales, block_scales
-from ..numbers.formats import FP8Format, signed_format
+from ..numbers.formats import FP8Format, check_seed, signed_format
 from ..numbers import kernels as K, native as N
 from ..numbers.kernels import CHUNK, draw_range, rounding_key, words_of
 from ..numbers.rule_loops import POWERS, SUMS
@@ -118,8 +118,7 @@ def _check_common(group: dict[str, Any]) -> None:
     for key in ("normalize", "skip_nonfinite", "compiled"):
         if not isinstance(group.get(key, False), bool):  # every text would count as True
             raise InputError(f"{key} must be True or False, not {group[key]!r}")
-    if type(seed := group.get("seed", 0)) is not int or not 0 <= seed < 2**63:
-        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")
+    check_seed(group.get("seed", 0))
     for p in group["params"]:
         if p.dtype not in (torch.float32, torch.float64):
             raise InputError(f"update rules take float32 or float64 parameters, not {p.dtype}")

@@ -9,6 +9,7 @@ __all__ = ['FORMULAS', 'STEPPED', 'BIAS', 'floor_at', 'stiffness_floor', 'check_
 
 # %% ../../nbs/geometry/00_spacing.ipynb #ae013aa1
 import math
+from numbers import Real
 from typing import Any, Iterable, NamedTuple
 
 import torch
@@ -29,10 +30,10 @@ def floor_at(
     floor_octaves: float | None = None,  # R: floor 2^-R times the spacing at `amax`
 ) -> Tensor:  # shape and dtype of `amax`; 0 where neither is set
     "The floor under the stiffness of tensors with these amax; InputError for a bad setting."
-    if not isinstance(damping, (int, float)) or not 0 <= damping < math.inf:
+    if isinstance(damping, bool) or not isinstance(damping, Real) or not 0 <= damping < math.inf:
         raise InputError(f"damping must be at least 0 and finite, not {damping!r}")
     if floor_octaves is None: return torch.full_like(amax, damping)
-    if not isinstance(floor_octaves, (int, float)) or not floor_octaves >= 0:
+    if isinstance(floor_octaves, bool) or not isinstance(floor_octaves, Real) or not floor_octaves >= 0:
         raise InputError(f"floor_octaves must be None or at least 0, not {floor_octaves!r}")
     return (ulp(fmt, amax) * 2.0**-floor_octaves).clamp(min=damping)
 

@@ -16,16 +16,17 @@ from typing import Any, ClassVar, Iterable, Iterator, Mapping, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 # %% ../../nbs/geometry/03_storage.ipynb #9a3cd6be
 from ..basics import InputError, unknown
 from ..numbers.blocks import block_scales, grown, roomier
-from ..numbers.formats import WIDE, FP8Format, check_float, kind_of, signed_format
-from ..numbers.kernels import (CHUNK, batch_noise, first_bits, is_plain, is_readable, kernel, native,
+from ..numbers.formats import WIDE, FP8Format, check_float, check_seed, kind_of, signed_format
+from ..numbers.kernels import (CHUNK, batch_noise, first_bits, is_readable, kernel, native,
                                      note_eager, plan,
                                      rounding_key)
-from ..numbers.scaling import compute_scale
+from ..numbers.scaling import compute_scale, is_positive
 from .keeping import Storage, pack, pack_bits, unpack, unpack_bits
 from .rivals.kahan import Kahan
 from .rivals.split import Split
@@ -63,12 +64,18 @@ class GridTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        "The weight without a gradient; what is assigned is written, rounded once."
+        """The weight without a gradient. What is assigned is written, rounded once, to memory of its own,
+        and a weight of the same grid is taken as it is: what was read from here before stays what it was."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape:
-            raise InputError(f"a weight on a grid keeps its shape {list(self.shape)}; data is {list(value.shape)}")
+        for what in ("shape", "dtype", "device"):
+            mine, its = getattr(self, what), getattr(value, what)
+            if mine != its: raise InputError(f"a weight on a grid keeps its {what}: data is {its}, not {mine}")
+        same = _alike(self, value)
+        parts = cast(GridTensor, value).parts() if same else {name: part.clone() for name, part in self.parts().items()}
+        for name, part in parts.items(): setattr(self, self.PARTS[name], part)
+        if same: return
         with torch.no_grad(): self.copy_(value)
 
     @property
@@ -275,6 +282,18 @@ def _copy(to: GridTensor, source: GridTensor) -> GridTensor:
 
 # %% ../../nbs/geometry/03_storage.ipynb #f37a4462
 @cache
+def _refuse_collective(func: Any) -> None:
+    "InputError for a collective, whose schema does not say what it writes."
+    if func.namespace != "c10d": return
+    raise InputError("collectives neither read nor write weights on a grid: hand them w.dequantize(), and their "
+                     "result to w.copy_()")
+
+def _has_values(x: Tensor) -> bool:
+    "Return whether a tensor's values can be looked at: no compiler, transform or mode without values has it."
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active(): return False
+    return not x.is_meta and detect_fake_mode(x) is None
+
+@cache
 def _written(func: Any) -> frozenset[int | str]:
     "The arguments that an operation writes, by place and by name."
     told = enumerate(func._schema.arguments)
@@ -287,7 +306,8 @@ def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 def _is_unguarded(x: Any) -> bool:
-    "Return whether autograd lets a part of this tensor be written in place."
+    """Return whether no gradient is recorded. Where one is, autograd refuses to write a part in place while it is
+    on, and parts are plain tensors, as a layer's product takes them: such a part is not guarded once it is off."""
     return not (torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad)
 
 class _Write(NamedTuple):
@@ -320,11 +340,12 @@ class WeightPart(torch.Tensor):
     recorded: they can be read, and an InputError says that they cannot be written."""
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        _refuse_collective(func)
         kwargs, told = kwargs or {}, _written(func)
         written = [x for k, x in chain(enumerate(args), kwargs.items()) if k in told]
         if any(isinstance(x, WeightPart) for x in tree_leaves(written)):
-            raise InputError("a part of a weight on a grid cannot be written in place, as it was unpacked: "
-                             "change w.dequantize() and hand it to w.copy_()")
+            raise InputError("a part of a weight on a grid cannot be written in place, as it was unpacked: change "
+                             "w.dequantize() and hand it to w.copy_(), or write a .clone() of the part")
         if any(issubclass(t, GridTensor) for t in types):  # a whole weight may be written from a part
             args, kwargs = tree_map(lambda x: x.plain() if isinstance(x, WeightPart) else x, (args, kwargs))
             return func(*args, **kwargs)
@@ -336,23 +357,26 @@ class WeightPart(torch.Tensor):
         with torch._C._DisableTorchDispatch(): return self.as_subclass(torch.Tensor)
     def numpy(self, *, force: bool = False) -> Any:
         "As an array of numpy."
-        return self.plain().numpy(force=force)
+        found = self.plain().numpy(force=force)
+        found.flags.writeable = False  # a write to it would be lost
+        return found
     def tolist(self) -> Any:
         "As numbers in lists."
         return self.plain().tolist()
+    def __format__(self, spec): return format(self.plain(), spec)
     def __reduce_ex__(self, protocol): return self.plain().__reduce_ex__(protocol)
     def __deepcopy__(self, memo): return deepcopy(self.plain(), memo)
 
 def part_of(x: Any) -> Any:
     "A plain tensor as a part of a weight; anything else, and what a compiler or a transform sees, as it is."
-    if type(x) is not torch.Tensor or not is_plain(x): return x
-    return x if torch._C._are_functorch_transforms_active() else x.as_subclass(WeightPart)
+    return x.as_subclass(WeightPart) if type(x) is torch.Tensor and _has_values(x) else x
 
 # %% ../../nbs/geometry/03_storage.ipynb #1ad184ae
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Reads unpack; an operation that writes a `GridTensor` computes on the
     unpacked values and writes them back, rounded once."""
     if func in _KEEP: return GridTensor(**args[0].parts(), how=args[0].how)
+    _refuse_collective(func)
     if func is torch.ops.aten.clone.default and not kwargs:
         return GridTensor(
             **{name: part.clone() for name, part in args[0].parts().items()}, how=args[0].how
@@ -360,6 +384,9 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if func is torch.ops.aten.copy_.default and _alike(*args[:2]): return _copy(*args[:2])
     if func is torch.ops.aten.copy_.default and isinstance(args[0], GridTensor):
         if args[0].how.get("afresh"): return _copy(args[0], _made_alike(args[0], _plain(args[1])))
+    if func is torch.ops.aten._foreach_copy_.default:  # as if one after the other
+        for to, source in zip(*args[:2]): to.copy_(source)
+        return None
     writes: dict[int, _Write] = {}
     found = func(*_inputs(func, args, writes), **_inputs(func, kwargs, writes))
     for one in writes.values(): write(one.to, one.latent, one.before)
@@ -416,14 +443,13 @@ def _check_weight(w: Any) -> None:
     the scale of all others with it."""
     check_float(w, "a grid")
     if not w.numel(): raise InputError("a grid needs values, and the tensor is empty")
-    if not is_plain(w) or w.is_meta or w.isfinite().all(): return
+    if not _has_values(w) or w.isfinite().all(): return
     wrong = int((~w.isfinite()).sum())
     raise InputError(f"weights on a grid must be finite, and {wrong} of {w.numel()} are not")
 
-def _check_numbers(*numbers: Any) -> None:
-    for number in numbers:
-        if type(number) is not int or not 0 <= number < 2**63:
-            raise InputError(f"seed and tensor must be whole numbers from 0 to 2^63 - 1, not {number!r}")
+def _check_numbers(seed: object, tensor: object) -> None:
+    check_seed(seed)
+    check_seed(tensor, "tensor")
 
 # %% ../../nbs/geometry/03_storage.ipynb #eeeeaabe
 def make_grid_tensor(
@@ -440,7 +466,7 @@ def make_grid_tensor(
     if storage not in grid_storages(): raise unknown("grid storage", storage, grid_storages())
     kind = STORAGES[storage]
     fmt = signed_format(kind.fmt or fmt)
-    _check_weight(w)
+    _check_weight(w.detach())
     _check_numbers(seed, tensor)
     given, w = w.dtype, w.detach() if w.dtype == torch.float64 else w.detach().float()
     held = _first_scales(w, kind, fmt, granularity)
@@ -620,9 +646,9 @@ def check_parts(
     name: str,  # of the weight, for the error
 ) -> None:
     "InputError for codes, scales or counts that no write leaves, as a damaged file may have them."
-    if not is_plain(*grid.parts().values()) or grid.held_codes.is_meta: return
+    if not all(map(_has_values, grid.parts().values())): return
     scales = [s for s in grid.scales().values() if s.is_floating_point()]
-    if not all((s.isfinite() & (s > 0)).all() for s in scales):
+    if not all(map(is_positive, scales)):
         raise InputError(f"a scale of {name} is not positive and finite")
     whole = [s for s in scales if grid.granularity == "tensor"]
     if not all((torch.frexp(s).mantissa == 0.5).all() for s in whole):

@@ -19,7 +19,7 @@ from torch import nn
 
 # %% ../../nbs/model/04_surgery.ipynb #46f4a066
 from ..basics import InputError, unknown
-from ..numbers.formats import FP8Format, get_format
+from ..numbers.formats import FP8Format, check_seed, get_format
 from ..numbers.kernels import CHUNK
 from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import compute_scale, scale_of
@@ -321,8 +321,7 @@ def quantize_model(
     """Makes layers round what rules say; InputError,
     and an untouched model, if the request is wrong."""
     _refuse_model(model)
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")
+    check_seed(seed)
     decisions = _decisions(model, _config_of(format, config), _globs(skip))
     parameters = _manifold_parameters(decisions, manifold)
     _install(model, parameters)

@@ -31,7 +31,7 @@ from ..geometry.storage import (GridTensor, check_parts, encode, grown_scales, k
 from .parallel import world
 from .surgery import SKIP
 from ..numbers.blocks import grown
-from ..numbers.formats import signed_format
+from ..numbers.formats import check_seed, signed_format
 from ..numbers.kernels import is_readable, rounding_key
 from ..numbers.scaling import read_granularity
 
@@ -68,13 +68,16 @@ def _dtype_of_product(x: Tensor) -> torch.dtype:
     return x.dtype
 
 # %% ../../nbs/model/05_without_master.ipynb #acef108f
-_STAYS = "a weight on the grid stays the layer's weight: it takes no pruning and no parametrization"
+_STAYS = ("the weight of a layer on the grid stays there, under its name: it takes no pruning, no parametrization "
+          "and no plain tensor in its place; write to it by copy_()")
 
 class _Stays(nn.Module):
-    "A layer whose `weight` is never another tensor than its own."
+    "A layer whose `weight` is always on a grid."
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        "As PyTorch; InputError where pruning would keep the codes under another name."
-        if name != "weight" and isinstance(param, GridTensor): raise InputError(_STAYS)
+        "As PyTorch; InputError for a plain weight, and where the codes would go by another name."
+        if name == "weight" and not isinstance(param, GridTensor): raise InputError(_STAYS)
+        weight = self._parameters.get("weight", param)  # where it is missing, another takes its place
+        if name != "weight" and param is weight and isinstance(param, GridTensor): raise InputError(_STAYS)
         super().register_parameter(name, param)
 
     def __delattr__(self, name: str) -> None:
@@ -402,6 +405,8 @@ class _Counted:
     began_anew = told_anew = False  # whether a moment was not finite, and whether that was said
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.releases_gradients:
+            raise InputError("an optimizer that steps in the backward pass cannot be pickled: save its state_dict()")
         return _bare_of, self.made_of, self.__getstate__()  # type: ignore[attr-defined]
 
     def mend(self, p: Tensor) -> None:
@@ -427,12 +432,16 @@ def _on_grids(rule: type) -> Any:
     return rule if issubclass(rule, GeometryOptimizer) else on_grids(_bare(rule))
 
 # %% ../../nbs/model/05_without_master.ipynb #e5a2e57a
-@lru_cache
 def updates_in_place(
     rule: type,  # class of an optimizer
     moments: str = "dynamic8",  # one of `MOMENTS`
-) -> Any:  # a subclass whose weights may live on a grid
+) -> Any:  # a subclass whose weights may live on a grid, the same for the same arguments
     "Return the same optimizer, for weights on a grid, one tensor after the other where it can."
+    return _in_place(rule, moments)
+
+@lru_cache
+def _in_place(rule: type, moments: str) -> Any:
+    "A subclass of a rule."
     plain = _bare(rule)
     packed: Any = with_moments(_on_grids(rule), moments)
     made = f"{rule.__name__}, moments {moments}"
@@ -627,8 +636,7 @@ def _refuse_number(what: str, given: Any, allowed: Iterable[int]) -> None:
         raise unknown(what, given, map(str, allowed))
 
 def _refuse_types(seed: Any, release_gradients: Any) -> None:
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")
+    check_seed(seed)
     if type(release_gradients) is not bool:
         raise InputError(f"release_gradients must be True or False, not {release_gradients!r}")
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SPECIALS', 'PRECISION', 'EIGHT_BIT', 'FORMATS', 'WIDE', 'FP8Format', 'encode', 'unit_in_first_place', 'power_of_two',
-           'ulp', 'is_whole', 'kind_of', 'is_dense', 'check_float', 'check_bits', 'spec_of', 'get_format',
+           'ulp', 'is_whole', 'check_seed', 'kind_of', 'is_dense', 'check_float', 'check_bits', 'spec_of', 'get_format',
            'signed_format', 'exact_text', 'plot_grids']
 
 # %% ../../nbs/numbers/00_formats.ipynb #db3fad99
@@ -338,6 +338,15 @@ def is_whole(
 ) -> TypeGuard[int]:
     "Return whether a value is an int in a range; True and False are not."
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+# %% ../../nbs/numbers/00_formats.ipynb #182fecee
+def check_seed(
+    value: object,
+    what: str = "seed",  # for the error
+) -> None:
+    "InputError for what counter-based random numbers cannot begin from."
+    if is_whole(value, 0, 2**63 - 1): return
+    raise InputError(f"{what} must be a whole number from 0 to 2^63 - 1, not {value!r}")
 
 # %% ../../nbs/numbers/00_formats.ipynb #e0c0c6bf
 def kind_of(

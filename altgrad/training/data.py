@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..basics import InputError, cache_folder, one_line, parse_json, unknown
+from ..basics import InputError, cache_folder, one_line, open_arrow, parse_json, unknown
 
 # %% ../../nbs/training/00_data.ipynb #733444b6
 TEXT_KINDS = "UTF-8 text without NUL bytes, .jsonl or .parquet with a 'text' column"
@@ -184,17 +184,16 @@ def _seal(facts: dict) -> str:
     said = {key: value for key, value in facts.items() if key != "seal"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
-def _file_hashes(folder: Path) -> dict[str, str]:
-    "SHA-256 of every file beside corpus.json, by name."
+def _file_hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    "SHA-256 of files, by name."
     found = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() or path.name == "corpus.json": continue
-        with open(path, "rb") as file: found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    for name in names:
+        with open(folder / name, "rb") as file: found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
 def _write_facts(facts: dict, folder: Path) -> None:
     "Writes corpus.json, which says what the folder's files are and seals them."
-    facts["files"] = _file_hashes(folder)
+    facts["files"] = _file_hashes(folder, sorted(path.name for path in folder.iterdir()))
     facts["seal"] = _seal(facts)
     (folder / "corpus.json").write_text(json.dumps(facts, indent=1) + "\n")
 
@@ -288,9 +287,7 @@ def _parquet_rows(path: Path, columns: Iterable[str] = ("text",)) -> Iterator[tu
     import pyarrow.parquet as pq
 
     try:
-        # by Arrow: its threads may hold a Python file's bytes when the process ends, which aborts it;
-        # in bytes: a text must be UTF-8
-        with pa.OSFile(os.fsencode(path)) as source, pq.ParquetFile(source) as file:
+        with open_arrow(path) as source, pq.ParquetFile(source) as file:
             there, number = file.schema_arrow.names, 0
             if "text" not in there:
                 raise InputError(
@@ -583,11 +580,12 @@ def _open_folder(
     folder: Path,
     dtype: type,  # np.uint8 for bytes, np.uint16 for a vocabulary
 ) -> tuple[dict, dict[str, np.memmap]]:  # corpus.json, and each split's tokens
-    "Maps a prepared folder into memory; InputError unless every byte is as it was written."
+    """Maps a prepared folder into memory, after one pass over its files; InputError unless every byte
+    is as it was written."""
     try:
         facts = parse_json((folder / "corpus.json").read_text())
         tokens = {s: np.memmap(folder / f"{s}.bin", dtype=dtype, mode="r") for s in SPLITS}
-        whole = (facts["seal"], facts["files"]) == (_seal(facts), _file_hashes(folder))
+        whole = facts["seal"] == _seal(facts) and facts["files"] == _file_hashes(folder, facts["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError): whole = False
     if not whole:
         raise InputError(

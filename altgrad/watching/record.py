@@ -25,9 +25,9 @@ from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
 from .attempt import by_element, precision_of
 from .cause import Cause, Usual, diverges, first_cause, is_broken, suspects
-from .loops import (RELEASED, WRAPPERS, LoopMeter, check_every, check_pair, codes_of,
+from .loops import (RELEASED, LoopMeter, check_every, check_pair, codes_of,
                                     in_lightning, in_transformers, parts_of_loop, releases,
-                                    rich_table, sampled, values_of)
+                                    rich_table, sampled, unwrapped, values_of)
 from .recording import (INDEX, Recording, extreme, first_look, merge, note,
                                         plot_recording, with_shares, write_recording)
 from .what_if import write_dump
@@ -37,18 +37,16 @@ _KINDS: dict[str, Any] = {"Linear": nn.Linear, "convolution": (nn.Conv1d, nn.Con
           "embedding": nn.Embedding, "dropout": nn.modules.dropout._DropoutNd,
           "attention": nn.MultiheadAttention}
 
+def _has_own(module: nn.Module) -> bool: return next(module.parameters(recurse=False), None) is not None
+
 def _layers(models: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     "Names, without those of wrappers, and modules; parts of a model are numbered from the second."
     for number, model in enumerate(models):
-        there = {name for name, _ in model.named_modules()}
-        root, here = "(model)" if "model" in there else "model", set()
-        for name, module in model.named_modules():
-            own = next(module.parameters(recurse=False), None) is not None
-            if not own and next(module.children(), None) is not None: continue
-            short = WRAPPERS.sub("", f"{name}.")[:-1] or root
-            if short not in here: name = short
-            here.add(name)
-            yield (f"part {number}: {name}" if number else name), module
+        modules = dict(model.named_modules())
+        root = "(model)" if "model" in modules else "model"
+        here = {name: m for name, m in modules.items() if _has_own(m) or next(m.children(), None) is None}
+        for name, module in zip(unwrapped(here), here.values()):
+            yield (f"part {number}: {name or root}" if number else name or root), module
 
 def _main(module: nn.Module) -> Any:
     "The parameter of a layer with the most elements, or None."

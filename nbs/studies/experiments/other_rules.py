@@ -156,3 +156,45 @@ def verdicts(study: Study, found: Gains) -> dict[str, tuple[str, str]]:
     "By claim the verdict, and what it rests on."
     judged = {text: judge(found) for text, judge in CLAIMS.items()}
     return {**judged, ON_THE_LINE: on_the_line(misses(study))}
+
+
+def under_stochastic(study: Study, f: str) -> Effect | None:
+    "How far Madam under nearest rounding ends above AdamW under stochastic rounding, in nats a byte."
+    madam, plain = study.cell(f, "grid_nearest", rule="madam"), study.cell(f, "grid_stochastic")
+    return effect(contrast(study, {madam: 1.0, plain: -1.0}))
+
+
+def stored_again() -> Study:
+    "Madam's gains with twelve tuning runs a rate, on fresh seeds (amendment 9 of the first protocol)."
+    matrix = read_matrix((HERE / "matrices/amended/headline_nearest.yaml").read_text())
+    return build_study(read_ledger(HERE.parent / "results/ledger/amended"), [matrix])
+
+
+SAID_AGAIN = {"E0M7": (0.03, 0.07), "E2M5": (0.01, 0.04)}  # nats that Madam ends below AdamW
+
+
+def within(e: Effect | None, low: float, high: float) -> tuple[str, str]:
+    "Refuted where an interval includes zero or lies outside the bounds."
+    if e is None: return "not run", ""
+    outside = e.low > high or e.high < low
+    verdict = REFUTED if e.sign <= 0 or outside else HOLDS if low <= e.low and e.high <= high else OPEN
+    return verdict, f"{e.mean:+.3f} [{e.low:+.3f}, {e.high:+.3f}]"
+
+
+def above_stochastic(found: Mapping[str, Effect | None]) -> tuple[str, str]:
+    "One format in which it does not refutes it."
+    if not all(found.values()): return "not run", ""
+    known = {f: e for f, e in found.items() if e}
+    text = ", ".join(f"{f} {e.mean:+.3f} [{e.low:+.3f}, {e.high:+.3f}]" for f, e in known.items())
+    return REFUTED if any(e.sign <= 0 for e in known.values()) else HOLDS, text
+
+
+def verdicts_again(study: Study) -> dict[str, tuple[str, str]]:
+    "By claim of amendment 9 the verdict, and what it rests on."
+    judged = {}
+    for f, (low, high) in SAID_AGAIN.items():
+        e = effect(contrast(study, gain(study, study.cell(f, "grid_nearest", rule="madam"))))
+        judged[f"More tuning: Madam under nearest rounding ends {low:g} to {high:g} nats below AdamW in {f}"] = within(
+            e, low, high)
+    text = "More tuning: AdamW under stochastic rounding ends below Madam under nearest rounding in both"
+    return {**judged, text: above_stochastic({f: under_stochastic(study, f) for f in SAID_AGAIN})}

@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[3] / "nbs"
 TEXT, CHECKPOINTS = "eurlex", ("stdlib-0.1m-0", "stdlib-0.1m-1", "stdlib-0.1m-2")
 
 
-def central_study() -> Study:
-    "Tiers 1 to 3 of the committed ledger."
+def central_study(tiers: tuple[int, ...] = (1, 2, 3)) -> Study:
+    "Tiers of the committed ledger."
     return build_study(
         read_ledger(ROOT / "results/ledger"),
-        [read_matrix((ROOT / f"studies/matrices/tier{i}.yaml").read_text()) for i in (1, 2, 3)],
+        [read_matrix((ROOT / f"studies/matrices/tier{i}.yaml").read_text()) for i in tiers],
     )
 
 
