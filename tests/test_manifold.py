@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import geoopt
+import numpy as np
 import pytest
 import torch
 from geoopt import ManifoldParameter
@@ -581,3 +582,23 @@ def test_what_calls_itself_reversible_is(name, floor_octaves):
         worst = max(worst, float((m.coordinate(back, like=x) - m.coordinate(x)).abs().max()))
     assert not m.reversible or worst < 1e-6
     assert m.reversible == (floor_octaves is None or floor_octaves >= GAPS[name] - 1)
+
+
+def test_a_loaded_scale_decides_which_points_are_taken():
+    tiny, half = FP8Manifold("E4M3", scale=1e-50), FP8Manifold("E4M3", scale=0.5)
+    held = {name: copy.deepcopy(m.state_dict()) for name, m in (("tiny", tiny), ("half", half))}
+    tiny.load_state_dict(held["half"])
+    half.load_state_dict(held["tiny"])
+    with pytest.raises(InputError, match="float32 does not hold the scale"): half.stiffness(torch.ones(2))
+    assert (tiny.stiffness(torch.ones(2)) > 0).all()
+    assert (half.stiffness(torch.ones(2, dtype=torch.float64)) > 0).all()
+
+
+@pytest.mark.parametrize("kind", (float, np.float32, np.float64))
+def test_numbers_of_numpy_are_numbers(kind):
+    made = FP8Manifold("E4M3", scale=kind(0.5), damping=kind(0.25), floor_octaves=kind(8))
+    plain = FP8Manifold("E4M3", scale=0.5, damping=0.25, floor_octaves=8)
+    x = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(made.stiffness(x), plain.stiffness(x))
+    for wrong in ({"scale": True}, {"damping": True}, {"floor_octaves": True}, {"damping": "1"}):
+        with pytest.raises(InputError, match=next(iter(wrong))): FP8Manifold("E4M3", **wrong)

@@ -16,7 +16,7 @@ from altgrad.training.tracking import git_commit
 from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, identity, run_id
 from altgrad.evidence.sweep import (
     Job, Ledger, Loss, Sweep, Workers, _results, check_row, compact, find_row, plan, read_matrix,
-    read_rows, replay,
+    protocol_commit, read_rows, replay,
 )
 from altgrad.cli import main
 from tiny import HEAD, TEXT
@@ -219,6 +219,15 @@ def test_a_flipped_bit_of_a_stored_ledger_is_found(tmp_path):
 def test_a_link_to_itself_is_no_ledger(tmp_path):
     (tmp_path / "ledger.jsonl").symlink_to(tmp_path / "ledger.jsonl")
     with pytest.raises(InputError, match="is not a file"): Ledger(tmp_path).rows()
+
+
+def test_rows_name_the_last_change_of_the_protocol():
+    root = Path(__file__).resolve().parent.parent
+    def git(*args): return subprocess.run(["git", "-C", root, *args], capture_output=True, text=True).stdout.split()
+    if not git("rev-parse", "HEAD"): pytest.skip("not a checkout")
+    last, = git("rev-list", "-1", "HEAD", "nbs/studies/protocol.ipynb")
+    changed = bool(git("diff", "--name-only", "HEAD", "--", "nbs/studies/protocol.ipynb"))
+    assert protocol_commit() == last + "+" * changed
 
 
 def test_identity_is_stable_and_knows_the_text(here):

@@ -758,7 +758,7 @@ def _progress(title: str, total: int, visible: bool = True) -> Iterator[Callable
 def protocol_commit() -> str | None:
     """The last commit that changed the protocol, with '+' where it was changed since;
     None outside a checkout."""
-    root, name = Path(__file__).resolve().parent.parent, "nbs/studies/protocol.ipynb"
+    root, name = Path(__file__).resolve().parents[2], "nbs/studies/protocol.ipynb"
     def git(*args):
         return subprocess.run(["git", "-C", str(root), *args], capture_output=True,
                               text=True).stdout.strip()
