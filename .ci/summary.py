@@ -161,7 +161,7 @@ def draw(parts: list[tuple[str, Any]]) -> Figure:
         if kind == "text":
             lines = textwrap.wrap(what, WIDTH)
             fig.text(LEFT, y, "\n".join(lines), va="top", fontsize=7.5, linespacing=1.35)
-            y -= LINE * (len(lines) + 0.7)
+            y -= LINE * (len(lines) + 0.55)
     if y < 0.02: raise ValueError("the page is too full")
     return fig
 

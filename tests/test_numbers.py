@@ -534,7 +534,8 @@ def test_what_is_said_beside_madams_gains(central, study_of, gains, shown):
     "That rules in the format's own spacing gain less, and stochastic rounding ends lower."
     formats, where, own, lower = one(
         r"its gains are not owed to how the numbers of (.*?) are spaced\. Of the rules .* gain under (\w+) "
-        r"rounding: (.*?)\. AdamW with .* lower than Madam: (.*?)\.$", "\n".join(x for x in readme().splitlines() if "than Madam" in x))
+        r"rounding: (.*?)\. AdamW with .* lower than Madam: (.*?)\.$",
+        "\n".join(x for x in readme().splitlines() if "than Madam" in x))
     assert listed(formats) == [f for f in shown[1]["grid_nearest"] if gains["grid_nearest", f][0][2] == "madam"]
     assert where == "nearest" and f"{lower}." in answer()
     found = {}
