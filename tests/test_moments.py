@@ -288,7 +288,7 @@ def test_bits_a_weight_are_measured(rule, count, moments, bits):
 def test_stored_rows_keep_their_names_and_have_float32():
     rows = read_rows(LEDGER)[:50]
     for row in rows:
-        assert "moments" not in row and run_id(row_identity(row)) == row["run"]
+        assert row.get("moments") is None and run_id(row_identity(row)) == row["run"]
         arm = arm_of(row)
         assert arm.moments == "float32" and arm_facts(arm).keys() <= row.keys()
     assert rows and len({run_id(arm_facts(Arm(moments=name))) for name in MOMENTS}) == len(MOMENTS)

@@ -151,7 +151,7 @@ def arms_of(
         "master": replace(plain, rule="adamw", storage="master", moments="float32"),
     }
 
-# %% ../../nbs/evidence/06_bench.ipynb #9be5f7c5
+# %% ../../nbs/evidence/06_bench.ipynb #0c6e5e5a
 def bits_a_weight(
     arm: Arm,
     bench: Bench,
@@ -169,6 +169,7 @@ def bits_a_weight(
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     return 8 * size / sum(p.numel() for p in weights.used)
 
+# %% ../../nbs/evidence/06_bench.ipynb #9be5f7c5
 def _place(t: torch.Tensor) -> tuple:
     "Where a tensor lies, which two names for it have in common."
     return t.data_ptr(), t.numel(), t.dtype

@@ -61,8 +61,20 @@ def _floor_moves(fmt: FP8Format, floor_octaves: float | None) -> bool:
         > fmt.min_spacing
     )
 
+# %% ../../nbs/geometry/01_manifold.ipynb #6469a39f
+class _Noted(geoopt.Manifold):
+    "A manifold that knows whether float32 holds its scale; loading a state may change it."
+    scale: Tensor
+
+    def note_scale(self) -> None:
+        "Look at the scale, once: on a device that is a wait."
+        self.in_float32 = is_positive(self.scale.float())
+    def _load_from_state_dict(self, *given: Any) -> None:
+        super()._load_from_state_dict(*given)
+        self.note_scale()
+
 # %% ../../nbs/geometry/01_manifold.ipynb #870ec373
-class FP8Manifold(geoopt.Manifold):
+class FP8Manifold(_Noted):
     """The weights of a format with the metric 1/S^2, as a geoopt manifold; elementwise.
 
     `fmt`: an `FP8Format` or its name. `damping`, `floor_octaves`: floors under S in units of the
@@ -80,12 +92,8 @@ class FP8Manifold(geoopt.Manifold):
         self.fmt, self.damping, self.floor_octaves = signed_format(fmt), damping, floor_octaves
         self.register_buffer("scale", _as_scale(scale))
         _check_options(self.fmt, damping, floor_octaves, self.scale)
+        self.note_scale()
         self.reversible = not _floor_moves(self.fmt, floor_octaves)  # a step can be walked back
-
-    @property
-    def in_float32(self) -> bool:
-        "Whether points may be float32, as it holds the scale."
-        return self.scale.dtype == torch.float32 or is_positive(self.scale.float())
 
     def extra_repr(self) -> str:
         sizes = "x".join(map(str, self.scale.shape))

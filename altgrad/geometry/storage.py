@@ -280,7 +280,7 @@ def _copy(to: GridTensor, source: GridTensor) -> GridTensor:
     for name, part in to.parts().items(): part.copy_(source.parts()[name])
     return to
 
-# %% ../../nbs/geometry/03_storage.ipynb #f37a4462
+# %% ../../nbs/geometry/03_storage.ipynb #b602282f
 @cache
 def _refuse_collective(func: Any) -> None:
     "InputError for a collective, whose schema does not say what it writes."
@@ -300,6 +300,7 @@ def _written(func: Any) -> frozenset[int | str]:
     places = [(i, a.name) for i, a in told if a.alias_info is not None and a.alias_info.is_write]
     return frozenset(chain.from_iterable(places))
 
+# %% ../../nbs/geometry/03_storage.ipynb #f37a4462
 @cache
 def _is_view(func: Any) -> bool:
     "Return whether an operation's result shares memory with an argument that it does not write."

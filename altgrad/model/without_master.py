@@ -431,7 +431,7 @@ def _on_grids(rule: type) -> Any:
     "The same optimizer, whose weights may live on a grid."
     return rule if issubclass(rule, GeometryOptimizer) else on_grids(_bare(rule))
 
-# %% ../../nbs/model/05_without_master.ipynb #e5a2e57a
+# %% ../../nbs/model/05_without_master.ipynb #3a4f1c24
 def updates_in_place(
     rule: type,  # class of an optimizer
     moments: str = "dynamic8",  # one of `MOMENTS`
@@ -439,6 +439,7 @@ def updates_in_place(
     "Return the same optimizer, for weights on a grid, one tensor after the other where it can."
     return _in_place(rule, moments)
 
+# %% ../../nbs/model/05_without_master.ipynb #e5a2e57a
 @lru_cache
 def _in_place(rule: type, moments: str) -> Any:
     "A subclass of a rule."

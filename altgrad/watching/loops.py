@@ -54,7 +54,7 @@ def parts_of_loop(
     if not optimizers: raise InputError("optimizer must be a torch.optim.Optimizer, not empty")
     return models, optimizers
 
-# %% ../../nbs/watching/15_loops.ipynb #2bcba448
+# %% ../../nbs/watching/15_loops.ipynb #22c9ec46
 WRAPPERS = re.compile(r"\b(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 def unwrapped(
@@ -66,6 +66,7 @@ def unwrapped(
     often = Counter(short)
     return [s if often[s] == 1 else name for s, name in zip(short, whole)]
 
+# %% ../../nbs/watching/15_loops.ipynb #2bcba448
 def names_of(
     models: Sequence[nn.Module],  # or parts of one
 ) -> dict[int, str]:  # by identity
