@@ -179,12 +179,12 @@ def _cells(entry: Any, corpus: str, checkpoint: str) -> Iterator[tuple[Arm, floa
         yield replace(arm, lr=0.0), arm.lr
 
 # %% ../../nbs/evidence/01_sweep.ipynb #c3c6ae41
-def _powers(given: Any, cells: Iterable[tuple[Arm, float]]) -> tuple[float, float]:
-    "Step and limit of `extend_power`; InputError otherwise."
-    if given is None: return 0.0, 0.0
+def _powers(given: Mapping[str, Any], cells: Iterable[tuple[Arm, float]]) -> tuple[float, float]:
+    "Step and limit of a matrix's `extend_power`; InputError otherwise."
+    if "extend_power" not in given: return 0.0, 0.0
     if not any(arm.rule in RULES and "power" in RULES[arm.rule].reads.split() for arm, _ in cells):
         raise InputError("extend_power is for rules that read a power, and no arm has one")
-    powers = _part(given, "extend_power", ("step", "limit"))
+    powers = _part(given["extend_power"], "extend_power", ("step", "limit"))
     for key, value in powers.items():
         if not is_number(value) or not 0 <= value <= MOST_POWER:
             raise InputError(
@@ -253,7 +253,7 @@ def read_matrix(
         raise InputError("the matrix has no arm, or one arm twice")
     return Matrix(_printable(given["name"], "name"), _one(given["tier"], "tier"), tuple(cells),
                   checkpoints, *seeds, points, most,
-                  *_powers(given.get("extend_power"), cells),
+                  *_powers(given, cells),
                   Task(**_part(given.get("task", {}), "task")), others)
 
 # %% ../../nbs/evidence/01_sweep.ipynb #38eddc1a

@@ -98,11 +98,11 @@ RIGHT = {
     ("tune", "points"): (3, 5),
     ("tune", "most"): (5, 99),
     ("confirm", "seeds"): ([9], 9),
-    ("extend_power",): ({}, {"step": 0}, {"step": 1, "limit": 3}),
+    ("extend_power",): ({"step": 0, "limit": 0}, {"step": 0.5, "limit": 1}, {"step": 1, "limit": 3}),
     ("task",): ({}, {"steps": 30}, {"beta1": 0}),
     ("arms", 0, "lr"): (1, 0.5, 1e-9),
     ("arms", 0, "power"): (0, -1, [0, 0.5]),
-    ("arms", 0, "exclude"): ([{"power": 1}], [{"format": "E5M2"}]),
+    ("arms", 0, "exclude"): ([{"power": 1}],),
     ("arms", 0, "format"): ("E0M7", ["E0M7", "E5M2"], "E4M3b9"),
     ("checkpoints",): ("tiny-0", ["tiny-7"]),
 }
