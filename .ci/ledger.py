@@ -3,7 +3,8 @@
 python .ci/ledger.py LEDGER.jsonl [FOLDER [COLUMN]]
 FOLDER is nbs/results/ledger if not given; a COLUMN, such as format, has a file for each of its
 values in place of one for each matrix.
-The running ledger is copied first and only read; a sweep may go on writing to it.
+The running ledger is copied first and only read; a sweep may go on writing to it. All files of the
+folder have the same columns afterwards, so that they are loaded together.
 """
 import shutil
 import sys
@@ -11,9 +12,23 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from altgrad.evidence.sweep import Ledger, compact
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from altgrad.evidence.sweep import Ledger, compact, write_table
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def same_columns(folder: Path) -> None:
+    "Gives every file of a folder the columns of all, in one order; what a file did not have is empty."
+    tables = {path: pq.read_table(path) for path in sorted(folder.glob("*.parquet"))}
+    schema = pa.unify_schemas([t.schema for t in tables.values()], promote_options="permissive")
+    for path, table in tables.items():
+        if table.schema.equals(schema): continue
+        columns = {f.name: table[f.name] if f.name in table.schema.names else pa.nulls(len(table), f.type)
+                   for f in schema}
+        write_table(pa.table(columns).cast(schema), path)
 
 
 def main(source: Path, folder: Path = ROOT / "nbs/results/ledger", column: str = "matrix") -> None:
@@ -32,6 +47,7 @@ def main(source: Path, folder: Path = ROOT / "nbs/results/ledger", column: str =
             f"{path.name}: {stages}; {sum(bool(row.get('error')) for row in mine)} failed; "
             f"{path.stat().st_size / 1e6:.2f} MB"
         )
+    same_columns(folder)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The stored ledger stands alone: its texts and checkpoints lie beside it, and a clone can replay
 its rows with nothing else."""
+import importlib.util
+import json
 import lzma
 import os
 import subprocess
@@ -158,3 +160,32 @@ def test_parquet_is_read_by_arrow_alone(monkeypatch):
     monkeypatch.setattr("builtins.open", no_python)
     monkeypatch.setattr("io.open", no_python)
     assert len(read_parquet(path)) == expected
+
+
+def test_files_that_are_stored_together_have_the_same_columns(tmp_path):
+    "Whichever came first, and no value changes."
+    spec = importlib.util.spec_from_file_location("ledger", LEDGER.parents[2] / ".ci/ledger.py")
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    rows = [row for row in read_rows(LEDGER / "amended/headline_nearest.parquet") if not row["error"]][:6]
+    rows = [{k: v for k, v in row.items() if v is not None} for row in rows]
+    early = [{k: v for k, v in row.items() if k not in ("engine", "formula")} | {"matrix": "early"} for row in rows]
+    late = [row | {"matrix": "late", "sources": {"a": "b"}} for row in rows]
+    for name, these in (("early", early), ("late", late), ("early", early)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in these))
+        program.main(tmp_path / f"{name}.jsonl", tmp_path / "stored")
+    files = sorted((tmp_path / "stored").glob("*.parquet"))
+    assert [path.stem for path in files] == ["early", "late"]
+    assert pq.read_schema(files[0]).equals(pq.read_schema(files[1]))
+    for path, these in zip(files, (early, late)):
+        back = {row["run"]: {k: v for k, v in row.items() if v is not None} for row in read_rows(path)}
+        for row in these:
+            mine = back[row["run"]]
+            assert mine.keys() == row.keys()
+            assert [k for k in row if mine[k] != row[k] and not isinstance(row[k], list)] == []
+
+
+def test_stored_ledgers_have_the_same_columns_in_every_file():
+    for folder in (LEDGER, LEDGER / "amended"):
+        first, *rest = (pq.read_schema(path) for path in sorted(folder.glob("*.parquet")))
+        assert rest and all(schema.equals(first) for schema in rest), folder

@@ -211,10 +211,10 @@ class Study:
 
     def moved_whole(self, weights: dict[tuple, float]) -> bool:
         "Whether each arm was run at both rates beside its own."
+        there = self.spot[self.spot["size"] == 3].index
         for arm in weights:
             rates, at = self.walks[arm][0], self.walks[arm][0].index(self.rates[arm])
             beside = [rates[k] for k in (at - 1, at + 1) if 0 <= k < len(rates)]
-            there = self.spot[self.spot["size"] == 3].index
             if len(beside) < 2 or any((*arm, lr) not in there for lr in beside): return False
         return True
 

@@ -598,9 +598,12 @@ def candidates(study: Study, fmt: str, storage: str) -> dict[Arm, float]:
     return found
 
 # %% ../../nbs/evidence/02_study.ipynb #83db7c77
-def best_rule(study: Study, fmt: str, storage: str) -> Arm | None:
+def best_rule(
+    study: Study, fmt: str, storage: str,
+    allowed: Callable[[Arm], bool] = lambda arm: True,  # which candidates compete
+) -> Arm | None:
     "The candidate with the least mean tuning loss; of equal ones the smaller |p|."
-    found = candidates(study, fmt, storage)
+    found = {a: loss for a, loss in candidates(study, fmt, storage).items() if allowed(a)}
     return min(found, key=lambda a: (found[a], abs(a.power), a.power), default=None)
 
 def rule_text(cell: Arm) -> str:
@@ -687,14 +690,16 @@ def primary_family(
 # %% ../../nbs/evidence/02_study.ipynb #a505ccd7
 def what_matters(
     study: Study,
-) -> dict[tuple[str, str, str], Weights]:  # by D or B, storage and format
-    "The contrasts of effects that matter: of the primary family, and of the best rules."
+) -> dict[tuple[str, str, str], Weights]:  # by D, B or gain, storage and format
+    "The contrasts of effects that matter, of the primary family and the best rules, and of gains."
     found = {("D", s, f): slope_over_fp32(study, f, s)
              for (s, f), member in primary_family(study).items() if member.verdict == "matters"}
     for s, f in product(QUANTIZED, RANKED):
         if not (cell := best_rule(study, f, s)): continue
         w = gain_over_fp32(study, cell)
         if judge(effect(contrast(study, w)), SMALLEST) == "matters": found["B", s, f] = w
+        won = effect(contrast(study, w := gain(study, cell)))
+        if won and won.sign > 0 and judge(won, SMALLEST) in ("matters", "shown"): found["gain", s, f] = w
     return found
 
 # %% ../../nbs/evidence/02_study.ipynb #60c5e8c4

@@ -6,8 +6,8 @@
 __all__ = ['AXES', 'MOST_ARMS', 'MOST_RUNS', 'MOST_RATES', 'Losses', 'COLUMNS', 'FLAGS', 'TOLERANCE', 'Matrix', 'read_matrix',
            'Job', 'Loss', 'Tuning', 'loss_of_row', 'rate', 'tuning', 'wider_powers', 'Plan', 'plan', 'Column',
            'check_row', 'check_rows', 'Ledger', 'best_arms', 'counted', 'start_bench', 'worker_bench', 'failure',
-           'work_alone', 'Workers', 'protocol_commit', 'Sweep', 'estimate', 'describe', 'compact', 'read_rows', 'flags',
-           'beside', 'find_row', 'same_cpu', 'replay', 'agreement']
+           'work_alone', 'Workers', 'protocol_commit', 'Sweep', 'estimate', 'describe', 'compact', 'write_table',
+           'read_rows', 'flags', 'beside', 'find_row', 'same_cpu', 'replay', 'agreement']
 
 # %% ../../nbs/evidence/01_sweep.ipynb #77055950
 import ctypes
@@ -951,7 +951,6 @@ def compact(
 ) -> None:
     "Writes rows as parquet, sorted by run; a failed run that succeeded later is left out."
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     last = {row["run"]: row for row in sorted(rows, key=lambda r: not r.get("error"))}
     rows = sorted(last.values(), key=lambda r: r["run"])
@@ -962,6 +961,16 @@ def compact(
     for i, f in enumerate(table.schema):
         if f.type == pa.list_(pa.float64()):
             table = table.set_column(i, f.name, table[f.name].cast(pa.list_(pa.float32())))
+    write_table(table, path)
+
+def write_table(
+    table: Any,  # of pyarrow
+    path: Path | str,  # of the parquet file
+) -> None:
+    "Writes a table as parquet, small and with checksums of its pages."
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     # a dictionary of what hardly repeats would be as long as the column
     said = [f.name for f in table.schema if f.type == pa.string()
             and 4 * len(table[f.name].unique()) < len(table)]

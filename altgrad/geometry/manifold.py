@@ -36,13 +36,12 @@ def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
     return value.detach() + slope.detach() * (x - x.detach())
 
 # %% ../../nbs/geometry/01_manifold.ipynb #df0b4ed7
-def _check_options(
-    fmt: FP8Format, damping: float, floor_octaves: float | None, scale: Tensor
-) -> None:
-    "InputError for a scale that is not positive and finite, or a bad floor."
-    if not (scale.is_floating_point() and scale.numel() and is_positive(scale)):
-        raise InputError(f"scale must be positive and finite, not {scale.tolist()}")
-    stiffness_floor(torch.ones(1), fmt, damping, floor_octaves)
+def _note_scale(m: Any, _: Any = None) -> None:
+    """InputError for a manifold's scale that is not positive and finite; notes whether points may be float32.
+    Once, and after a state was loaded: on a device it is a wait."""
+    if not (m.scale.is_floating_point() and m.scale.numel() and is_positive(m.scale)):
+        raise InputError(f"scale must be positive and finite, not {m.scale.tolist()}")
+    m.in_float32 = is_positive(m.scale.float())
 
 # %% ../../nbs/geometry/01_manifold.ipynb #54e50976
 def _check_dtype(m: Any, dtype: torch.dtype) -> None:
@@ -61,20 +60,8 @@ def _floor_moves(fmt: FP8Format, floor_octaves: float | None) -> bool:
         > fmt.min_spacing
     )
 
-# %% ../../nbs/geometry/01_manifold.ipynb #6469a39f
-class _Noted(geoopt.Manifold):
-    "A manifold that knows whether float32 holds its scale; loading a state may change it."
-    scale: Tensor
-
-    def note_scale(self) -> None:
-        "Look at the scale, once: on a device that is a wait."
-        self.in_float32 = is_positive(self.scale.float())
-    def _load_from_state_dict(self, *given: Any) -> None:
-        super()._load_from_state_dict(*given)
-        self.note_scale()
-
 # %% ../../nbs/geometry/01_manifold.ipynb #870ec373
-class FP8Manifold(_Noted):
+class FP8Manifold(geoopt.Manifold):
     """The weights of a format with the metric 1/S^2, as a geoopt manifold; elementwise.
 
     `fmt`: an `FP8Format` or its name. `damping`, `floor_octaves`: floors under S in units of the
@@ -91,8 +78,9 @@ class FP8Manifold(_Noted):
         super().__init__()
         self.fmt, self.damping, self.floor_octaves = signed_format(fmt), damping, floor_octaves
         self.register_buffer("scale", _as_scale(scale))
-        _check_options(self.fmt, damping, floor_octaves, self.scale)
-        self.note_scale()
+        _note_scale(self)
+        self.register_load_state_dict_post_hook(_note_scale)
+        stiffness_floor(torch.ones(1), self.fmt, damping, floor_octaves)
         self.reversible = not _floor_moves(self.fmt, floor_octaves)  # a step can be walked back
 
     def extra_repr(self) -> str:

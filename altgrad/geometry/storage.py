@@ -72,10 +72,9 @@ class GridTensor(torch.Tensor):
         for what in ("shape", "dtype", "device"):
             mine, its = getattr(self, what), getattr(value, what)
             if mine != its: raise InputError(f"a weight on a grid keeps its {what}: data is {its}, not {mine}")
-        same = _alike(self, value)
-        parts = cast(GridTensor, value).parts() if same else {name: part.clone() for name, part in self.parts().items()}
-        for name, part in parts.items(): setattr(self, self.PARTS[name], part)
-        if same: return
+        fresh: Any = value if _alike(self, value) else self.detach().clone()
+        for name, part in fresh.parts().items(): setattr(self, self.PARTS[name], part)
+        if fresh is value: return
         with torch.no_grad(): self.copy_(value)
 
     @property
@@ -281,21 +280,21 @@ def _copy(to: GridTensor, source: GridTensor) -> GridTensor:
     return to
 
 # %% ../../nbs/geometry/03_storage.ipynb #b602282f
-@cache
-def _refuse_collective(func: Any) -> None:
-    "InputError for a collective, whose schema does not say what it writes."
-    if func.namespace != "c10d": return
-    raise InputError("collectives neither read nor write weights on a grid: hand them w.dequantize(), and their "
-                     "result to w.copy_()")
+def _is_watched() -> bool:
+    "Return whether a compiler or a transform sees what is done."
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 def _has_values(x: Tensor) -> bool:
-    "Return whether a tensor's values can be looked at: no compiler, transform or mode without values has it."
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active(): return False
-    return not x.is_meta and detect_fake_mode(x) is None
+    "Return whether a tensor's values can be looked at: nobody is watching, and no mode is without values."
+    return not _is_watched() and not x.is_meta and detect_fake_mode(x) is None
 
 @cache
 def _written(func: Any) -> frozenset[int | str]:
-    "The arguments that an operation writes, by place and by name."
+    """The arguments that an operation writes, by place and by name; InputError for a collective,
+    whose schema does not say."""
+    if func.namespace == "c10d":
+        raise InputError("collectives neither read nor write weights on a grid: hand them w.dequantize(), and "
+                         "their result to w.copy_()")
     told = enumerate(func._schema.arguments)
     places = [(i, a.name) for i, a in told if a.alias_info is not None and a.alias_info.is_write]
     return frozenset(chain.from_iterable(places))
@@ -341,7 +340,6 @@ class WeightPart(torch.Tensor):
     recorded: they can be read, and an InputError says that they cannot be written."""
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        _refuse_collective(func)
         kwargs, told = kwargs or {}, _written(func)
         written = [x for k, x in chain(enumerate(args), kwargs.items()) if k in told]
         if any(isinstance(x, WeightPart) for x in tree_leaves(written)):
@@ -370,14 +368,14 @@ class WeightPart(torch.Tensor):
 
 def part_of(x: Any) -> Any:
     "A plain tensor as a part of a weight; anything else, and what a compiler or a transform sees, as it is."
-    return x.as_subclass(WeightPart) if type(x) is torch.Tensor and _has_values(x) else x
+    plain = type(x) is torch.Tensor and not x.is_meta and not _is_watched()
+    return x.as_subclass(WeightPart) if plain else x
 
 # %% ../../nbs/geometry/03_storage.ipynb #1ad184ae
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Reads unpack; an operation that writes a `GridTensor` computes on the
     unpacked values and writes them back, rounded once."""
     if func in _KEEP: return GridTensor(**args[0].parts(), how=args[0].how)
-    _refuse_collective(func)
     if func is torch.ops.aten.clone.default and not kwargs:
         return GridTensor(
             **{name: part.clone() for name, part in args[0].parts().items()}, how=args[0].how

@@ -71,8 +71,11 @@ def _dtype_of_product(x: Tensor) -> torch.dtype:
 _STAYS = ("the weight of a layer on the grid stays there, under its name: it takes no pruning, no parametrization "
           "and no plain tensor in its place; write to it by copy_()")
 
-class _Stays(nn.Module):
-    "A layer whose `weight` is always on a grid."
+# %% ../../nbs/model/05_without_master.ipynb #2e90326a
+class _OnGrid(nn.Module):
+    "What layers have in common whose weight is codes."
+    weight: Any  # always on a grid
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         "As PyTorch; InputError for a plain weight, and where the codes would go by another name."
         if name == "weight" and not isinstance(param, GridTensor): raise InputError(_STAYS)
@@ -83,11 +86,6 @@ class _Stays(nn.Module):
     def __delattr__(self, name: str) -> None:
         if name == "weight": raise InputError(_STAYS)
         super().__delattr__(name)
-
-# %% ../../nbs/model/05_without_master.ipynb #2e90326a
-class _OnGrid(_Stays):
-    "What layers have in common whose weight is codes."
-    weight: Any
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "_OnGrid":
         weight = self.weight

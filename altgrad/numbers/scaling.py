@@ -369,9 +369,8 @@ class Scaling:
     ) -> None:
         """Restore what `state_dict` gave, exactly; InputError if that was another recipe,
         or what no recipe gives."""
-        if not isinstance(state, dict) or state.get("recipe") != repr(self):
-            told = state.get("recipe") if isinstance(state, dict) else state
-            raise InputError(f"the state is that of {told}, not of {self!r}")
+        told = state.get("recipe") if isinstance(state, dict) else None
+        if told != repr(self): raise InputError(f"the state is that of {told}, not of {self!r}")
         _check_state(state)
         self.memory.state, self.scale = state["memory"], state["scale"]
 

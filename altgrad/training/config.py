@@ -270,7 +270,8 @@ def _check_points(c: TrainConfig) -> None:
     Interventions(nn.Module(), [], words_of(c.interventions))
     if c.accumulation is not None: one_of("accumulation", c.accumulation, ("rescaled",))
     if c.residual_clamp == 0: raise InputError("residual_clamp must be above 0, or null")
-    for word in words_of(c.wandb_layers): one_of("group of wandb_layers", word, BY_LAYER)
+    if c.wandb_layers is not None:
+        for word in words_of(c.wandb_layers) or [""]: one_of("group of wandb_layers", word, BY_LAYER)
     if (c.shadow_every or c.interventions or c.wandb_layers) and c.monitor_every is None:
         raise InputError("shadow_every, interventions and wandb_layers need monitor_every")
     if c.compile is not None: one_of("compile", c.compile, ("on", "off"))

@@ -197,7 +197,6 @@ def cases(rng) -> Iterator[Case]:
             yield Case("configs", f"{key}: {value!r}", partial(_field, key, value))
     for key in words:
         for value in WORDS:
-            if value == "" and key == "wandb_layers": continue
             if value in ("", "../..", "{}", "nowhere", "None,") and key in ("tokenizer", "interventions",
                 "rules"): continue  # some of these are nothing to do, or found out later
             if key != "tokenizer":

@@ -80,6 +80,7 @@ MORE = {
         ["tiny-0", None],
         "tiny-\u0660x",
     ),
+    ("extend_power",): ({}, {"step": 0}, {"limit": 1}),
     ("extend_power", "step"): (-0.5, 1000, 1e-9),
     ("extend_power", "limit"): (-2, 1e9),
     ("arms",): ([{}], [1], "E4M3", [None]),
@@ -88,7 +89,7 @@ MORE = {
     ("arms", 0, "format"): (["E4M3", "E4M3"], "bfloat16", ["E4M3", 8], "E9M9"),
     ("arms", 0, "storage"): (["fp32", "fp16"], ["fp32", "fp32"]),
     ("arms", 0, "rule"): ("muon", "sgdm"),
-    ("arms", 0, "exclude"): ([{"nonsense": 1}], "x", [[]], {"format": "E4M3"}),
+    ("arms", 0, "exclude"): ([{"nonsense": 1}], "x", [[]], {"format": "E4M3"}, [{"format": "E5M2"}]),
     ("corpus",): (["a", "b"],),
 }
 RIGHT = {

@@ -7,35 +7,24 @@ The effects are those of the committed ledger (nbs/results/ledger); the rows go 
 LEDGER_FOLDER/ledger.jsonl, and what it holds is not repeated.
 """
 import argparse
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 from altgrad.evidence.instrument import Bench
-from altgrad.evidence.study import (
-    QUANTIZED, RANKED, SMALLEST, Study, Weights, best_rule, contrast, effect, gain, judge, what_matters,
-)
+from altgrad.evidence.study import Study, what_matters
 from altgrad.evidence.sweep import Job, Plan, Sweep, read_matrix
 from studies import ROOT, central_study
 
 SEEDS = (0,)  # of the confirmation
 
 
-def asked(study: Study) -> Iterator[Weights]:
-    "The contrasts of effects that matter, and of gains that are shown and not too small."
-    yield from what_matters(study).values()
-    for s, f in product(QUANTIZED, RANKED):
-        if not (rule := best_rule(study, f, s)): continue
-        e = effect(contrast(study, won := gain(study, rule)))
-        if e and e.sign > 0 and judge(e, SMALLEST) in ("matters", "shown"): yield won
-
-
 class Neighbours(Sweep):
     "A sweep whose runs are those beside the tuned rates."
     def __init__(self, study: Study, *how):
         super().__init__(*how)
-        cells = {cell for weights in asked(study) for cell, w in weights.items() if w}
+        cells = {
+            cell for weights in what_matters(study).values() for cell, w in weights.items() if w
+        }
         tuned = [(cell, study.tuned[cell]) for cell in sorted(cells, key=str)]
         self.arms = [
             replace(cell, lr=t.rates[k], split="confirm", checkpoint=c, seed=s)

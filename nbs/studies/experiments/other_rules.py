@@ -14,11 +14,12 @@ from altgrad.evidence.study import (
     read_ledger,
 )
 from altgrad.evidence.sweep import read_matrix
+from altgrad.geometry.catalogue import RULES as CATALOGUE
 from altgrad.training.experiment import HOLDS, OPEN, REFUTED
 
 HERE = Path(__file__).resolve().parents[1]
 MATRICES = tuple(f"tier{i}" for i in (1, 2, 3, 4))
-RULES = {"riemannian_adamw": "RiemannianAdamW", "madam": "Madam", "grid_sgd": "GridSGD"}
+RULES = {name: CATALOGUE[name].optimizer.__name__ for name in ("riemannian_adamw", "madam", "grid_sgd")}
 STORED = {
     "fp32": "FP32, nothing quantized", "master": "FP32 master weights",
     "grid_stochastic": "on the grid, stochastic rounding", "grid_nearest": "on the grid, nearest rounding",
