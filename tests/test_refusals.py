@@ -391,6 +391,12 @@ def test_a_path_that_is_no_file(tmp_path, file):
     with pytest.raises(InputError): load_codes("x" * 5000)
 
 
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "", "cpu:x", -1, 2.5])
+def test_a_device_that_is_not_here(file, device):
+    assert repr(str(device)) in refused(load_codes, file, device)
+    assert load_codes(file, torch.device("cpu")).keys() == load_codes(file).keys()
+
+
 SPEC = FORMATS["E4M3"].spec
 FACTS = asdict(FORMATS["E4M3"])
 DEEP = "[" * 100_000 + "]" * 100_000

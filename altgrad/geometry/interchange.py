@@ -326,6 +326,12 @@ def _assembled(told: str | None, tensors: dict[str, Tensor]) -> dict[str, Codes 
     return found
 
 # %% ../../nbs/geometry/06_interchange.ipynb #9740e3ac
+def _usable(device: torch.device | str) -> torch.device:
+    "The device; InputError where tensors cannot be put there."
+    try: return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError):
+        raise InputError(f"device {str(device)!r} is none of torch's, or is not here") from None
+
 def _to_device(value: Codes | Tensor, device: torch.device | str) -> Codes | Tensor:
     "The same elsewhere."
     if isinstance(value, Tensor): return value.to(device)
@@ -338,11 +344,9 @@ def load_codes(
 ) -> dict[str, Codes | Tensor]:  # by name
     """Reads codes, scales and plain tensors back;
     InputError for a file that `save_codes` did not write, or not like this."""
+    place = _usable(device)
     told, tensors = _read(path)
-    try:
-        return {
-            name: _to_device(value, device) for name, value in _assembled(told, tensors).items()
-        }
+    try: return {name: _to_device(value, place) for name, value in _assembled(told, tensors).items()}
     except InputError as e: raise InputError(f"{path}: {e}") from None
 
 # %% ../../nbs/geometry/06_interchange.ipynb #2cffe37a

@@ -383,8 +383,12 @@ static void madam_pass(float* const* t, const int32_t*, int64_t a, int64_t n, co
 """
 
 # %% ../../nbs/numbers/12_rule_loops.ipynb #rule0016
-# of the passes that add up squares: where their sums go, how many there are, and which setting says threads
-SUMS = {"bend_pass": (4, 2, 3), "bent_adam_pass": (7, 2, 3), "bent_sgd_pass": (6, 2, 3), "rung_pass": (5, 1, 0)}
+SUMS = {  # of the passes that add up squares: the place of their first sum, how many, and that of the number of threads
+    "bend_pass": {"FIRST": 4, "MANY": 2, "THREADS": 3},
+    "bent_adam_pass": {"FIRST": 7, "MANY": 2, "THREADS": 3},
+    "bent_sgd_pass": {"FIRST": 6, "MANY": 2, "THREADS": 3},
+    "rung_pass": {"FIRST": 5, "MANY": 1, "THREADS": 0},
+}
 NAMES = (  # of the passes
     "adam_pass", "scaled_adam_pass", "decay_and_add_pass", *SUMS, "descend_pass", "riemannian_pass", "climb_pass",
     "madam_pass",
@@ -421,9 +425,9 @@ def rule_source() -> str:
     "Return the C++ of all passes; it needs that of the kernels before it."
     powers = f"enum Power {{ {', '.join(name.upper() for name in POWERS)} }};"
     entries = [ENTRY.replace("NAME", name) for name in NAMES if name not in SUMS]
-    for name, facts in SUMS.items():
+    for name, places in SUMS.items():
         text = SUMS_ENTRY.replace("NAME", name)
-        for word, fact in zip(("FIRST", "MANY", "THREADS"), facts): text = text.replace(word, str(fact))
+        for word, place in places.items(): text = text.replace(word, str(place))
         entries.append(text)
     parts = powers, ADAM, SUM, SUMMED, BEND, LINE, RUNGS, PASSES, BENT_PASSES, LINE_PASSES, FLUSHES
     return "\n".join([*parts, *entries])
