@@ -19,7 +19,7 @@ from ..basics import InputError, operator_name
 from ..numbers.formats import FP8Format
 from ..numbers.kernels import is_plain
 from ..geometry.storage import GridTensor
-from .points import PARTED, POINTS, Quantizer, read_precision
+from .points import PARTED, POINTS, Quantizer, read_precision, round_in_forward
 
 # %% ../../nbs/model/03_products.ipynb #f78cd2b4
 def fast_bfloat16(device: torch.device) -> bool:
@@ -128,7 +128,8 @@ def _rounded_now(layer: "Quantized", advance: bool) -> Tensor:
     "The weight's rounded value without a gradient."
     w = layer.weight.detach()
     plain = w.dequantize() if isinstance(w, GridTensor) else w
-    return plain if _on_grid_of(w, layer.weight_format) else layer.points["weight"](plain, advance)
+    if _on_grid_of(w, layer.weight_format): return plain
+    return round_in_forward(layer.points["weight"], plain, advance)
 
 # %% ../../nbs/model/03_products.ipynb #1141a15a
 def _rounded_weight(layer: "Quantized", advance: bool) -> Tensor:
@@ -141,7 +142,7 @@ def _rounded_weight(layer: "Quantized", advance: bool) -> Tensor:
     w, on_grid = layer.weight, isinstance(layer.weight, GridTensor)
     if transformed and _on_grid_of(w, layer.weight_format): return w
     if transformed or not on_grid and layer.kept is None:
-        return layer.points["weight"](w, advance)
+        return round_in_forward(layer.points["weight"], w, advance)
     if layer.kept is None: return _Kept.apply(w, _rounded_now(layer, advance))
     if not layer.kept: layer.kept.append(_rounded_now(layer, advance))
     return _Kept.apply(w, layer.kept[0])
@@ -222,7 +223,7 @@ class Quantized(nn.Module):
         if torch.jit.is_tracing():  # the scales of one batch would become constants
             raise InputError("a quantized model cannot be traced by torch.jit: "
                              "use torch.compile or torch.export")
-        return self.points["activation"](x, self.training) if "activation" in self.points else x
+        return round_in_forward(self.points["activation"], x, self.training) if "activation" in self.points else x
 
     def extra_repr(self) -> str:
         points = ", ".join(f"{kind}={q.precision}" for kind, q in self.points.items())
@@ -231,8 +232,8 @@ class Quantized(nn.Module):
 # %% ../../nbs/model/03_products.ipynb #62fbbe23
 def _round_gradient(y: Tensor, layer: Quantized) -> Tensor:
     "`y`; what flows back into it is rounded by the layer's gradient point."
-    point, advance = layer.points.get("gradient"), layer.training
-    if point is not None and y.requires_grad: y.register_hook(lambda g: point(g, advance))
+    point = layer.points.get("gradient")
+    if point is not None and y.requires_grad: y.register_hook(point)
     return y
 
 # %% ../../nbs/model/03_products.ipynb #8729c664

@@ -318,8 +318,8 @@ def quantize_model(
     manifold: bool | Mapping[str, Any] = False,  # True, or options of `FP8Manifold`: put the weights there
     seed: int = 0,  # of stochastic rounding
 ) -> QuantizationReport:
-    """Makes layers round what rules say; InputError,
-    and an untouched model, if the request is wrong."""
+    """Makes layers round what rules say; weight gradients where a loop calls `round_weight_gradients`
+    before the optimizer's step. InputError, and an untouched model, if the request is wrong."""
     _refuse_model(model)
     check_seed(seed)
     decisions = _decisions(model, _config_of(format, config), _globs(skip))
@@ -361,7 +361,8 @@ def quantized_weights(
 # %% ../../nbs/model/04_surgery.ipynb #2c6e42a4
 @torch.no_grad()
 def round_weight_gradients(model: nn.Module) -> None:
-    "Rounds the accumulated gradient of every weight that has such a point."
+    """Rounds the accumulated gradient of every weight that has such a point: a training loop calls it
+    after the last backward pass and before the optimizer's step."""
     for m in model.modules():
         if isinstance(m, Quantized) and "weight_gradient" in m.points and m.weight.grad is not None:
             m.weight.grad = m.points["weight_gradient"](m.weight.grad)
@@ -457,7 +458,8 @@ def clamp_outliers(
         bound = limit * mean.sqrt()
         return y.clamp(-bound, bound)
 
-    if not limit > 0: raise InputError(f"limit must be positive, not {limit}")
+    if not (isinstance(limit, (int, float)) and limit > 0):
+        raise InputError(f"limit must be a positive number, not {limit!r}")
     found = [m for name, m in model.named_modules() if fnmatchcase(name, pattern)]
     if not found: raise InputError(f"no module matches {pattern!r}")
     return [m.register_forward_hook(clamp) for m in found]
