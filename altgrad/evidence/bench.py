@@ -38,7 +38,7 @@ from ..training.experiment import Interval, interval
 from ..training.tracking import git_commit, machine, versions
 from .instrument import Arm, Bench, Task, Weights, make_rule
 from .study import cell_of
-from .sweep import Loss, Matrix, Sweep, Tuning, beside
+from .sweep import Loss, Matrix, Sweep, Tuning, beside, loss_of_row
 
 # %% ../../nbs/evidence/06_bench.ipynb #52127759
 @dataclass(frozen=True)
@@ -285,8 +285,8 @@ class Trial(Sweep):
         "The uncapped loss of a run; None if it was not made."
         row = self.rows.get(self.run_id(arm))
         if row is None: return None
-        raw = row.get("raw_loss")
-        return Loss(math.inf, math.inf) if raw is None else Loss(raw, raw)
+        found = loss_of_row(row)
+        return found._replace(counted=found.raw)
 
     def tuned(self) -> dict[str, Tuning]:
         "Return what tuning found, by role."
