@@ -207,7 +207,8 @@ def test_rows_of_another_task_are_not_the_matrix_rows(headlines):
     def found(rows):
         study = build_study(rows, [headline(name)])
         return effect(contrast(study, evidence.gain(study, study.cell("E7M0", "grid_stochastic", -1.0)))), study.plans
-    longer = [{**r, "run": f"longer {k}", "task": {**r["task"], "steps": 400}, "val_loss": 9.0} for k, r in enumerate(rows)]
+    longer = [{**r, "run": f"longer {k}", "task": {**r["task"], "steps": 400}, "val_loss": 9.0}
+              for k, r in enumerate(rows)]
     assert found(rows + longer) == found(longer + rows) == found(rows)
     # a run that failed before it succeeded does not count, in whichever order they come
     lost = [{**r, "val_loss": None, "error": "MemoryError"} for r in rows[::7]]

@@ -199,8 +199,8 @@ def _powers(given: Mapping[str, Any], cells: Iterable[tuple[Arm, float]]) -> tup
     low, high = min(tried), max(tried)
     least = max(abs(low), abs(high), min(abs(low - step), abs(high + step)))
     if limit < least:
-        raise InputError(f"extend_power limit must be at least {least:g}, as the arms' powers go from {low:g} to {high:g} "
-                         f"and grow by {step:g}, not {limit:g}")
+        raise InputError(f"extend_power limit must be at least {least:g}, not {limit:g}: the arms' powers go from "
+                         f"{low:g} to {high:g}, and grow by {step:g}")
     return step, limit
 
 # %% ../../nbs/evidence/01_sweep.ipynb #263df69f
