@@ -80,9 +80,9 @@ def arms_of_powers():
         for f, p in sorted({(r["format"], r["power"]) for r in rows}):
             ends = [r for r in rows if (r["format"], r["power"], r["stage"]) == (f, p, "confirm")]
             assert len(ends) == 24 and len({r["lr"] for r in ends}) == 1
-            if sum(r["diverged"] for r in ends) < 12:
-                mean = lambda key: sum(r[key] for r in ends) / len(ends)
-                found.setdefault(f, []).append((math.log2(mean("flips")), mean("val_loss")))
+            if sum(r["diverged"] for r in ends) >= 12: continue
+            flips, loss = (sum(r[key] for r in ends) / len(ends) for key in ("flips", "val_loss"))
+            found.setdefault(f, []).append((math.log2(flips), loss))
     return found
 
 
