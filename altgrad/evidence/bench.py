@@ -137,6 +137,7 @@ def shown_name(
     "Return a name without the hash of its text."
     return name.partition("@")[0]
 
+# %% ../../nbs/evidence/06_bench.ipynb #a2d83a99
 def _usual(key: str) -> Any: return Arm.__dataclass_fields__[key].default
 
 def settings_of(

@@ -142,7 +142,7 @@ def _same_everywhere(rows: Iterable[Mapping[str, Any]]) -> None:
                     f"the ledger holds two {row[name]!r} (column {sha}): allowed is one"
                 )
 
-# %% ../../nbs/evidence/02_study.ipynb #d039ef69
+# %% ../../nbs/evidence/02_study.ipynb #200d61a0
 def _by_arm(rows: Iterable[Mapping[str, Any]]) -> dict[Arm, Mapping[str, Any]]:
     "The row of each arm, one that failed where there is no other; InputError where two runs have one arm."
     found: dict[Arm, Mapping[str, Any]] = {}
@@ -154,6 +154,7 @@ def _by_arm(rows: Iterable[Mapping[str, Any]]) -> dict[Arm, Mapping[str, Any]]:
                              "other code or from another text: allowed is one")
     return found
 
+# %% ../../nbs/evidence/02_study.ipynb #d039ef69
 def build_study(
     rows: Iterable[Mapping[str, Any]],  # of any ledger; what is of another text, checkpoint, task or arm is ignored
     matrices: Iterable[Matrix],  # with the same checkpoints, confirmation seeds and text
