@@ -217,14 +217,22 @@ def _setting(text: str) -> tuple[str, str]:
     if not equals or not key: raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key.strip(), value.strip()
 
-def _changes(args: argparse.Namespace) -> dict[str, str]:
-    "What --set says, by setting; InputError for one that is given twice."
+def _once(pairs: list[tuple[str, str]], option: str) -> dict[str, str]:
+    "The values of an option that may be repeated, by key; InputError for a key that is given twice."
     from altgrad.basics import InputError
 
-    keys = [key for key, _ in args.changes]
+    keys = [key for key, _ in pairs]
     for key in keys:
-        if keys.count(key) > 1: raise InputError(f"--set {key} is given {keys.count(key)} times")
-    return dict(args.changes)
+        if keys.count(key) > 1: raise InputError(f"{option} {key} is given {keys.count(key)} times")
+    return dict(pairs)
+
+def _changes(args: argparse.Namespace) -> dict[str, str]:
+    "What --set says, by setting."
+    return _once(args.changes, "--set")
+
+def _texts(args: argparse.Namespace) -> dict[str, str]:
+    "What --corpus says, by label."
+    return _once(args.corpus, "--corpus")
 
 def _command(
     commands: Any, name: str, does: str, epilog: str = "", **more: Any
@@ -694,7 +702,7 @@ def _sweep(args: argparse.Namespace) -> int:
     from altgrad.evidence.sweep import Sweep, compact, describe, read_matrix
 
     _check_sweep(args)
-    workers, bench = args.workers or 1, Bench(args.checkpoints, dict(args.corpus))
+    workers, bench = args.workers or 1, Bench(args.checkpoints, _texts(args))
     sweep = Sweep(read_matrix(read_small(args.matrix)), args.out, bench, args.accept)
     pool = _pool(args, sweep)
     sweep.build()
@@ -743,7 +751,7 @@ def _max_lr(args: argparse.Namespace) -> int:
     guess = get_rule(args.rule).guess if args.guess is None else args.guess
     shared = dict(storage=args.storage, rule=args.rule, power=args.power, lr=guess, corpus=args.on)
     arms = [Arm(format=name, **shared) for name in dict.fromkeys(names)]
-    bench = Bench(args.checkpoints, dict(args.corpus))
+    bench = Bench(args.checkpoints, _texts(args))
     search = StabilitySearch(arms, args.out, bench, accept=args.accept)
     search.build()
     failed = search.run(args.workers)
@@ -933,7 +941,7 @@ def _replay(args: argparse.Namespace) -> int:
     from altgrad.evidence.sweep import beside, find_row, read_rows, replay
 
     texts, kept = beside(args.ledger)
-    bench = Bench(args.checkpoints, {**texts, **dict(args.corpus)})
+    bench = Bench(args.checkpoints, {**texts, **_texts(args)})
     agrees, text = replay(find_row(read_rows(args.ledger), args.run), bench, kept)
     print(text)
     return 0 if agrees else 1

@@ -1,14 +1,19 @@
 """What an arm may say beside its first fields, each beside a loop of its own."""
 from dataclasses import asdict, replace
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
 
 from altgrad.basics import InputError
-from altgrad.evidence.instrument import LATER, Arm, Bench, arm_facts, ramp, run_arm, state_hash, unusual
+from altgrad.evidence.instrument import (
+    LATER, Arm, Bench, arm_facts, arm_values, ramp, row_identity, run_arm, run_id, state_hash, unusual,
+)
 from altgrad.evidence.replicas import kind_of
-from altgrad.evidence.sweep import read_matrix
+from altgrad.evidence.stability import thresholds_of
+from altgrad.evidence.sweep import read_matrix, read_rows
 from altgrad.geometry.optim import StiffnessAdamW, on_grids
 from altgrad.geometry.storage import make_grid_tensor, store_on_grid
 from altgrad.model.gpt import loss_of
@@ -112,6 +117,37 @@ def test_a_reset_leaves_what_the_grid_remembers(bench):
         rule.step()
     hashed = state_hash({str(i): p.data.dequantize() for i, p in enumerate(stored)})[:16]
     assert run_arm(arm, bench)["weights_sha"] == hashed
+
+
+def test_a_format_is_one_arm_by_any_of_its_names():
+    "A spec of a format that has a name is the one that remains another: stored rows were made under it."
+    for names in (("E4M3", "e4m3", "float8_e4m3fn"), ("E7M0", "e7m0"), ("E4M3b8", "e4m3b8", "e04M3b8"),
+                  ("float4_e2m1fn", "FLOAT4_e2m1fn"), ("E2M1b1", "e2m1b1")):
+        arms = {Arm(format=name) for name in names}
+        assert [arm.format for arm in arms] == [names[0]]
+
+
+def test_the_ids_of_stored_rows_are_those_of_their_arms():
+    "An arm that is read from a row names the run as the row does, under every spelling that was stored."
+    seen = set()
+    for path in sorted((Path(__file__).parent.parent / "nbs/results").rglob("*.parquet")):
+        if not {"run", "task", "format"} <= set(pq.read_schema(path).names): continue
+        if seen.issuperset(pq.read_table(path, columns=["format"])["format"].to_pylist()): continue
+        for row in read_rows(path):
+            if row.get("error") or row["format"] in seen: continue
+            seen.add(row["format"])
+            facts = {**row_identity(row), **arm_facts(Arm(**arm_values(row)))}
+            assert run_id(facts) == row["run"], (path, row["format"])
+    assert {"E4M3", "E2M1b1", "E3M2b3", "float4_e2m1fn"} <= seen
+
+
+def test_thresholds_on_two_texts_are_two():
+    row = {**asdict(Arm()), "stage": "max-lr", "task": {"steps": 200}}
+    def rows(rate, ends, **how): return [{**row, "lr": rate, "diverged": ends, **how} for _ in range(3)]
+    for how in ({"corpus": "laws"}, {"checkpoint": "stdlib-0.8m-0"}, {"placement": "gradient"}, {"floor_octaves": 4.0},
+                {"task": {"steps": 400}}):
+        one, other = thresholds_of(rows(0.1, False) + rows(0.05, True, **how))
+        assert (one["stable"], one["unstable"]) == (0.1, None) and (other["stable"], other["unstable"]) == (None, 0.05)
 
 
 def test_what_is_usual_leaves_no_trace():

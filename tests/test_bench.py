@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from altgrad.cli import main
 from altgrad.evidence import bench as module
 from altgrad.evidence.bench import PROTOCOLS, ROLES, Verdict, bits_a_weight, decide
 from altgrad.evidence.instrument import Arm
+from altgrad.evidence.leaderboard import Submission
 from altgrad.evidence.sweep import Ledger, replay
 from altgrad.geometry.catalogue import RULES
 from altgrad.geometry.storage import STORAGES
@@ -119,6 +121,28 @@ def test_several_formats_and_json(here, capsys):
     cards = json.loads(capsys.readouterr().out)
     assert [c["format"] for c in cards] == ["E4M3", "E7M0"]
     assert all(c["verdict"] in {v.value for v in Verdict} for c in cards)
+
+
+def test_what_was_asked_for_is_in_a_cards_folder_its_sentence_and_its_name(small, here, monkeypatch, capsys):
+    "No card overwrites another's, and the rival and the master arm know nothing of the rule's settings."
+    monkeypatch.setitem(PROTOCOLS, "bench-1-quick", replace(small, name="bench-1-quick"))
+    asked = ("stiffness_adamw", "--set", "floor_octaves=4", "--set")
+    usual = "stiffness_adamw_grid_stochastic_E4M3"
+    for more in (("power=-1",), ("power=1",), ("power=1", "--quick"), ("power=1", "--against", "madam")):
+        assert bench(*asked, *more) == 0
+    folders = [f"{usual}_power_{p}_floor_octaves_4{more}" for p, more in (
+        (-1, ""), (1, ""), (1, "_quick"), (1, "_against_madam"))]
+    assert {path.parent.name for path in Path("out").glob("*/card.json")} == set(folders)
+    cards = [card(name) for name in folders]
+    assert [(c["power"], c["floor_octaves"]) for c in cards] == [(-1, 4), (1, 4), (1, 4), (1, 4)]
+    names = [Submission("a.json", c).name for c in cards]
+    assert names[0] == "stiffness_adamw grid_stochastic E4M3 power -1 floor_octaves 4" and names[0] != names[1]
+    for c in cards: assert f"E4M3, power {c['power']:g}, floor_octaves 4," in module.sentence(c)
+    rows = {row["run"]: row for row in Ledger("out").rows()}
+    for c in cards:
+        of_role = {role: {(rows[run]["rule"], rows[run]["floor_octaves"]) for run in c["rows"][role]} for role in ROLES}
+        assert of_role["master"] == {("adamw", 8)} and of_role["rival"] == {(c["against"], 8)}
+        assert of_role["rule"] == of_role["rule_fp32"] == {("stiffness_adamw", 4)}
 
 
 @pytest.mark.parametrize("step, storage, said", [

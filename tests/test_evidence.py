@@ -192,6 +192,77 @@ def test_pages_of_a_part(page, part, complete, monkeypatch):
     assert "not run" in text.lower() and ("nan" not in text or part == "nothing")
 
 
+@pytest.fixture(scope="module")
+def headlines() -> dict[str, list[dict]]:
+    "The stored rows of amendments 2 and 9, by matrix."
+    rows = read_ledger(STUDIES.parent / "results/ledger/amended")
+    return {name: [r for r in rows if r["matrix"] == name] for name in ("headline_e7m0", "headline_nearest")}
+
+
+def headline(name: str): return read_matrix((STUDIES / f"matrices/amended/{name}.yaml").read_text())
+
+
+def test_rows_of_another_task_are_not_the_matrix_rows(headlines):
+    rows, name = headlines["headline_e7m0"], "headline_e7m0"
+    def found(rows):
+        study = build_study(rows, [headline(name)])
+        return effect(contrast(study, evidence.gain(study, study.cell("E7M0", "grid_stochastic", -1.0)))), study.plans
+    longer = [{**r, "run": f"longer {k}", "task": {**r["task"], "steps": 400}, "val_loss": 9.0}
+              for k, r in enumerate(rows)]
+    assert found(rows + longer) == found(longer + rows) == found(rows)
+    # a run that failed before it succeeded does not count, in whichever order they come
+    lost = [{**r, "val_loss": None, "error": "MemoryError"} for r in rows[::7]]
+    assert found(rows + lost) == found(lost + rows) == found(rows)
+    with pytest.raises(evidence.InputError, match=f"runs {rows[5]['run']} and other .* are of one arm and task"):
+        found([*rows, {**rows[5], "run": "other", "code": "0" * 16}])
+
+
+def test_runs_whose_weights_may_differ_are_not_compared(headlines):
+    one = {**headlines["headline_e7m0"][0], "format": "E0M7", "rule": "stiffness_adamw", "placement": "update"}
+    rows = [{**one, "power": p} for p in (0.0, 1.0)]
+    assert evidence.same_weights(rows).verdict == "holds"
+    assert evidence.same_weights([*rows, {**one, "weights_sha": "b"}]).verdict == "refuted"
+    for change in ({"task": {**one["task"], "steps": 400}}, {"moments": "dynamic8"}, {"weight_decay": 0.1}):
+        assert evidence.same_weights([*rows, {**one, **change, "weights_sha": "b"}]).verdict == "holds"
+
+
+def mean_loss(rows, fmt, rule, lr, seed):
+    "Of the confirmed runs of an arm with one seed."
+    found = [r["val_loss"] for r in rows if r["stage"] == "confirm" and r["storage"] == "grid_nearest"
+             and (r["format"], r["rule"], r["lr"], r["seed"]) == (fmt, rule, lr, seed)]
+    assert len(found) == 3
+    return np.mean(found)
+
+
+def test_a_lead_pairs_seeds_by_their_number(headlines):
+    "One format lacks the first seed: the lead is the mean, over the others, of the difference of gains."
+    rows = [r for r in headlines["headline_nearest"]
+            if not (r["format"] == "E0M7" and r["stage"] == "confirm" and r["seed"] == 16)]
+    study = build_study(rows, [headline("headline_nearest")])
+    cells = {f: study.cell(f, "grid_nearest", rule="madam") for f in ("E0M7", "E2M5")}
+    lead = evidence._lead(*((study, evidence.gain(study, cell)) for cell in cells.values()))
+    assert lead.seeds == len(study.seeds) - 1
+    def gain(f, seed):
+        plain = study.cell(f, "grid_nearest")
+        ends = [mean_loss(rows, f, c.rule, study.tuned[c].rates[study.tuned[c].best], seed) for c in (plain, cells[f])]
+        return ends[0] - ends[1]
+    by_seed = [gain("E0M7", s) - gain("E2M5", s) for s in study.seeds if s != 16]
+    assert lead.mean == pytest.approx(np.mean(by_seed), abs=1e-12)  # sums of some losses in another order
+
+
+def test_a_failed_run_moves_as_the_frozen_model(headlines):
+    rows, (seed, *_) = headlines["headline_e7m0"], headline("headline_e7m0").confirm_seeds
+    arm = dict(format="E7M0", storage="grid_stochastic", power=-1.0, stage="confirm", seed=seed)
+    lost = next(r for r in rows if all(r[key] == value for key, value in arm.items()))
+    failed = {**lost, "error": "MemoryError", **dict.fromkeys(("val_loss", "raw_loss", "diverged", "val_chunks"))}
+    def found(rows):
+        study = build_study(rows, [headline("headline_e7m0")])
+        return evidence.moved(study, evidence.gain(study, study.cell("E7M0", "grid_stochastic", -1.0)), (seed,)).tuned
+    now = found([failed if r is lost else r for r in rows])
+    cost = (lost["frozen_loss"] - lost["val_loss"]) / len(headline("headline_e7m0").checkpoints)
+    assert now == pytest.approx(found(rows) - cost, abs=1e-12)
+
+
 def test_the_stored_ledger_is_one():
     rows = read_ledger(STUDIES.parent / "results/ledger")
     assert len({r["run"] for r in rows}) == len(rows)

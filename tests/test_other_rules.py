@@ -1,6 +1,7 @@
 """What tier 4 says of the other update rules: gains against plain arithmetic on rows, and verdicts
 against effects whose answer is known."""
 import importlib.util
+import math
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,49 @@ def test_gains_are_means_over_pairs_of_rows():
         # sums of at most 24 losses and of their pieces in another order
         assert found[key].mean == pytest.approx(sum(gaps) / len(gaps), abs=1e-12)
         assert found[key].seeds == len(seeds)
+
+
+def arms_of_powers():
+    "By format, the share of codes that change and the loss of each power of S, from the rows alone."
+    found = {}
+    for folder, wanted in (("ledger", lambda r: r["tier"] == 2 and r["format"] not in ("E7M0", "E0M7", "E1M6")),
+                           ("ledger/amended", lambda r: r["matrix"] == "retuned")):
+        rows = [r for r in read_ledger(HERE / "nbs/results" / folder) if wanted(r) and r["storage"] == "grid_nearest"
+                and r["rule"] == "stiffness_adamw" and r["placement"] == "update" and abs(r["power"]) <= 1]
+        for f, p in sorted({(r["format"], r["power"]) for r in rows}):
+            ends = [r for r in rows if (r["format"], r["power"], r["stage"]) == (f, p, "confirm")]
+            assert len(ends) == 24 and len({r["lr"] for r in ends}) == 1
+            if sum(r["diverged"] for r in ends) >= 12: continue
+            flips, loss = (sum(r[key] for r in ends) / len(ends) for key in ("flips", "val_loss"))
+            found.setdefault(f, []).append((math.log2(flips), loss))
+    return found
+
+
+def straight(points):
+    "The least-squares line through points, by its closed form: its place at zero and its slope."
+    xs, ys = zip(*points)
+    x, y = (sum(v) / len(v) for v in (xs, ys))
+    slope = sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a in xs)
+    return y - slope * x, slope
+
+
+def test_the_line_of_powers_has_the_runs_that_count_and_no_arm_twice():
+    arms = arms_of_powers()
+    line = program.line_of_powers(program.stored(), program.retuned())
+    every = [arm for points in arms.values() for arm in points]
+    assert set(arms) == {"E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0"} and len(every) == len(set(every)) == line.arms
+    assert (line.at_one, line.slope) == pytest.approx(straight(every), abs=1e-9)  # sums of some tens of numbers
+    squares = []
+    for f, points in arms.items():
+        at_one, slope = straight([arm for other, others in arms.items() if other != f for arm in others])
+        squares += [(y - at_one - slope * x) ** 2 for x, y in points]
+    assert line.typical == pytest.approx((sum(squares) / len(squares)) ** 0.5, abs=1e-9)
+
+
+def test_how_many_arms_are_near_the_line():
+    found = dict(zip(program.KEYS, (-0.5, -0.01, 0.02, 0.03, 0.4)))
+    said = program.near_the_line(found, 0.02)
+    assert said == "3 of 5 end above it, and 2 lie within its typical miss of 0.020 nats"
 
 
 @pytest.mark.parametrize("mean, half, verdict", [

@@ -3,6 +3,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from altgrad.basics import InputError
 from altgrad.evidence.instrument import arm_facts
 
 from tiny import load_experiment
@@ -89,6 +90,14 @@ def test_inputs_that_differ_in_a_bit_refute():
     assert part.claims[0].judge(part.claims[0].found(losses)) == "holds"
     losses["E1M6"] = [2.0 + 2.0**-50] * len(CONFIRM)
     assert part.claims[0].judge(part.claims[0].found(losses)) == "refuted"
+
+
+def test_an_arm_that_was_confirmed_at_two_rates_is_refused():
+    part = reasons.PARTS["resets"]()
+    rows = rows_of(part, lambda arm: 0.0)
+    other = [{**row, "lr": 0.7 * row["lr"], "val_loss": 9.0} for row in rows[:5]]
+    with pytest.raises(InputError, match="FP32 0 is confirmed at two rates, 0.0028 and 0.004"):
+        reasons.losses_of(rows + other, part)
 
 
 def test_an_arm_that_is_not_confirmed_everywhere_is_not_there():

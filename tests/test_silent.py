@@ -288,6 +288,41 @@ def test_metrics_hold_the_rate_of_the_rule(here, tmp_path, monkeypatch):
     }
 
 
+def test_a_rule_has_its_schedule_where_adamw_stands_still(here, tmp_path, monkeypatch):
+    "A peak of zero for AdamW: the rule goes through the shares of its own peak all the same."
+    monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
+    def rates(name: str, lr: float) -> list[tuple[float, float]]:
+        run = trainer.Trainer(small(here, name=name, rule="madam", rule_lr=0.5, lr=lr, max_steps=6, warmup_steps=2),
+                              tmp_path)
+        assert run.run(progress=False)["exit_reason"].startswith("finished")
+        return [(row["lr"], row["rule_lr"]) for row in run.folder.metrics()]
+    still, moving = rates("still", 0.0), rates("moving", 1.0)
+    assert [lr for lr, _ in still] == [0.0] * 6 and len({lr for lr, _ in moving}) > 3
+    assert [rule_lr for _, rule_lr in still] == [rule_lr for _, rule_lr in moving] == [0.5 * lr for lr, _ in moving]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_resumed_run_ends_where_one_that_was_not_stopped_does(here, tmp_path, monkeypatch, value):
+    "One validation loss is not finite: the window that judges whether learning is over holds it in both."
+    monkeypatch.setenv("ALTGRAD_CACHE", str(here / "cache"))
+    c = small(here, storage="master", lr=0.0, max_steps=9, warmup_steps=1, eval_every=1, checkpoint_every=1,
+              converge_window=4)
+    evaluate, keep = trainer.evaluate, trainer.Checkpointer.keep
+    def overflowing(run):
+        return evaluate(run) | ({"val_loss": value} if run.watch.step == 2 else {})
+    monkeypatch.setattr(trainer, "evaluate", overflowing)
+    whole = trainer.Trainer(replace(c, name="whole"), tmp_path).run(progress=False)
+    def stopped(self, row, log):
+        keep(self, row, log)
+        if row["step"] == 3: raise KeyboardInterrupt
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(trainer.Checkpointer, "keep", stopped)
+        trainer.Trainer(replace(c, name="cut"), tmp_path).run(progress=False)
+    cut = trainer.Trainer(replace(c, name="cut"), tmp_path).run(progress=False)
+    assert (cut["steps"], cut["exit_reason"]) == (whole["steps"], whole["exit_reason"])
+    assert whole["steps"] == 6 and "converged" in whole["exit_reason"]  # four finite ones, from the third on
+
+
 def page_of(folder: Path, capsys, monkeypatch) -> str:
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["watch", str(folder), "--once"]) == 0

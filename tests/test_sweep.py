@@ -15,7 +15,7 @@ from altgrad.basics import InputError
 from altgrad.training.tracking import git_commit
 from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, identity, run_id
 from altgrad.evidence.sweep import (
-    Job, Ledger, Loss, Sweep, Workers, _results, check_row, compact, find_row, plan, read_matrix,
+    Job, Ledger, Loss, Sweep, Workers, _results, best_arms, check_row, compact, find_row, plan, read_matrix,
     protocol_commit, read_rows, replay,
 )
 from altgrad.cli import main
@@ -146,6 +146,39 @@ def test_a_failed_run_is_recorded_and_tried_again(here, monkeypatch):
     assert all(row["error"] is None for row in read_rows(folder / "x.parquet"))
 
 
+def test_an_arm_is_not_confirmed_before_its_failed_tuning_runs_are_made_again(here, whole, monkeypatch):
+    "The runs at the best rate of the others fail once: no arm is ever confirmed at the second best."
+    folder, matrix = here / "once", read_matrix(MATRIX)
+    rates = {}
+    for row in whole.values():
+        if row["split"] == "confirm": rates.setdefault((row["format"], row["storage"], row["power"]), row["lr"])
+    out = []  # the arms whose best run fails
+    def results(workers, jobs, work):
+        for job in jobs:
+            a = job.arm
+            fails = a.split == "tune" and a.format == "E4M3" and a.lr == rates[a.format, a.storage, a.power]
+            if fails and len(out) < 2: out.append((a.storage, a.power))
+            result = {"error": "MemoryError: "} if fails and (a.storage, a.power) in out else None
+            yield job, result or {"error": None, **whole[sweep.run_id(a)]}
+    monkeypatch.setattr("altgrad.evidence.sweep._results", results)
+    sweep = Sweep(matrix, folder, bench(here))
+    assert sweep.run(1, progress=False) == len(out) == 2
+    first = [row for row in Ledger(folder).rows() if row["stage"] == "confirm"]
+    assert {(r["storage"], r["power"]) for r in first if r["format"] == "E4M3"}.isdisjoint(out) and len(first) == 3
+    monkeypatch.undo()
+    assert Sweep(matrix, folder, bench(here)).run(1, progress=False) == 0
+    good = {row["run"]: row["lr"] for row in Ledger(folder).rows() if not row["error"]}
+    assert good == {run: row["lr"] for run, row in whole.items()}
+
+
+def test_an_arm_with_two_rates_is_two_among_the_best():
+    row = {"stage": "confirm", "format": "E4M3", "storage": "fp32", "rule": "adamw", "lr": 4e-3, "val_loss": 2.0}
+    rows = [{**row, "run": f"{k}"} for k in range(4)]
+    assert best_arms(rows) == [("E4M3 fp32 adamw", 2.0, 4)]
+    other = [{**row, "run": f"other {k}", "lr": 2e-3, "val_loss": 3.0} for k in range(2)]
+    assert best_arms(rows + other) == [("E4M3 fp32 adamw lr=0.004", 2.0, 4), ("E4M3 fp32 adamw lr=0.002", 3.0, 2)]
+
+
 def test_replay(here, whole, capsys):
     row = find_row(Ledger(here / "one").rows(), next(iter(whole)))
     agrees, text = replay(row, bench(here))
@@ -247,7 +280,7 @@ def test_identity_is_stable_and_knows_the_text(here):
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "changes",
     [
         (("tier: 0", "tier: x"), "tier"),
         (("E4M3", "E9M9"), "unknown format"),
@@ -268,13 +301,33 @@ def test_identity_is_stable_and_knows_the_text(here):
         (("power: 0,", "exclude: {lr: 1.0e+30},"), "unknown key in exclude"),
         (("tune:", "extend_power: {step: 0.5}\ntune:"), "needs a value for 'limit'"),
         (("tune:", "extend_power: {limit: 2}\ntune:"), "needs a value for 'step'"),
+        (("tune:", "extend_power: {step: 0, limit: 2}\ntune:"), "step must be above 0"),
+        (("tune:", "extend_power: {step: 0.5, limit: 0.5}\ntune:"), "limit must be at least 1"),
+        (("power: [0, 1]", "power: [-1, 1]"), ("tune:", "extend_power: {step: 1, limit: 1}\ntune:"),
+         "limit must be at least 2"),
+        (("power: 0,", "power: 0, exclude: {},"), "must name an axis"),
+        (("power: 0,", "power: 0, exclude: {power: 0},"), "leaves no arm"),
+        (("power: [0, 1],", "power: [0, 1], exclude: [{power: 0}, {power: 1}],"), "leaves no arm"),
     ],
 )
-def test_bad_matrix_is_one_line(here, capsys, change, words):
-    (here / "bad.yaml").write_text(MATRIX.replace(*change))
+def test_bad_matrix_is_one_line(here, capsys, changes):
+    *changes, words = changes
+    text = MATRIX
+    for old, new in changes: text = text.replace(old, new)
+    (here / "bad.yaml").write_text(text)
     code = main(["sweep", str(here / "bad.yaml"), *command(here, "bad")[3:]])
     said = capsys.readouterr()
     assert code == 2 and said.err.count("\n") == 1 and words in said.err and not said.out
+
+
+def test_a_label_has_one_text(here, capsys):
+    again = ["--corpus", f"tiny=path:{here / 'text.txt'}"]
+    for words in (command(here, "twice")[1:], ["replay", "ab", "--ledger", str(here), *again],
+                  ["max-lr", "E4M3", "--out", str(here / "twice"), *again]):
+        assert main([*words, *again]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "--corpus tiny is given 2 times" in said
+    assert not (here / "twice").exists()
 
 
 def test_an_exclusion_knows_the_defaults():

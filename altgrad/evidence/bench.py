@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROTOCOLS', 'TUNE_SEED', 'CONFIRM_SEED', 'ROLES', 'Protocol', 'Verdict', 'decide', 'checkpoints_needed', 'roles_of',
-           'shown_name', 'arms_of', 'bits_a_weight', 'step_times', 'Trial', 'compared', 'card_of', 'sentence',
-           'card_text', 'plot_card', 'card_folder', 'run_bench']
+           'shown_name', 'settings_of', 'arms_of', 'bits_a_weight', 'step_times', 'Trial', 'compared', 'card_of',
+           'sentence', 'card_text', 'plot_card', 'card_folder', 'run_bench']
 
 # %% ../../nbs/evidence/06_bench.ipynb #de5c932e
 import json
@@ -38,7 +38,7 @@ from ..training.experiment import Interval, interval
 from ..training.tracking import git_commit, machine, versions
 from .instrument import Arm, Bench, Task, Weights, make_rule
 from .study import cell_of
-from .sweep import Loss, Matrix, Sweep, Tuning, beside
+from .sweep import Loss, Matrix, Sweep, Tuning, beside, loss_of_row
 
 # %% ../../nbs/evidence/06_bench.ipynb #52127759
 @dataclass(frozen=True)
@@ -137,12 +137,24 @@ def shown_name(
     "Return a name without the hash of its text."
     return name.partition("@")[0]
 
+# %% ../../nbs/evidence/06_bench.ipynb #a2d83a99
+def _usual(key: str) -> Any: return Arm.__dataclass_fields__[key].default
+
+def settings_of(
+    card: Mapping[str, Any],  # with what its arm says of its rule; what it lacks is usual
+) -> list[str]:  # e.g. power -1
+    "Return what a card's rule was run with that is not usual, in words."
+    keys = ("moments", "power", "placement", "floor_octaves")
+    found = {key: card[key] for key in keys if card.get(key, _usual(key)) != _usual(key)}
+    shown = {key: value if isinstance(value, str) else f"{value:g}" for key, value in found.items()}
+    return [f"{value} moments" if key == "moments" else f"{key} {value}" for key, value in shown.items()]
+
 def arms_of(
     arm: Arm,  # the rule, its format and its storage
     against: str = "adamw",  # the rival
 ) -> dict[str, Arm]:  # by `ROLES`
-    "The arms that a verdict on a rule needs."
-    plain = replace(arm, power=0.0, placement="update")
+    "The arms that a verdict on a rule needs; the others know nothing of how the rule reads the spacing."
+    plain = replace(arm, **{key: _usual(key) for key in ("power", "placement", "floor_octaves", "formula")})
     rival = replace(plain, rule=against)
     return {
         "rule": arm, "rival": rival,
@@ -285,8 +297,8 @@ class Trial(Sweep):
         "The uncapped loss of a run; None if it was not made."
         row = self.rows.get(self.run_id(arm))
         if row is None: return None
-        raw = row.get("raw_loss")
-        return Loss(math.inf, math.inf) if raw is None else Loss(raw, raw)
+        found = loss_of_row(row)
+        return found._replace(counted=found.raw)
 
     def tuned(self) -> dict[str, Tuning]:
         "Return what tuning found, by role."
@@ -387,7 +399,7 @@ def sentence(
 ) -> str:
     "The verdict of a card in words."
     what = f"{shown_name(card['rule'])} in {shown_name(card['storage'])} {card['format']}"
-    if (moments := card.get("moments", "float32")) != "float32": what += f", {moments} moments,"
+    if told := settings_of(card): what += f", {', '.join(told)},"
     runs, lost = len(card["checkpoints"]), card["diverged"]["rule"]
     if not card["moved"]: return f"{what} never moves a weight: every update is rounded away."
     if lost:
@@ -454,10 +466,12 @@ def card_folder(
     out: Path | str,  # of the ledger
     card: dict[str, Any],
 ) -> Path:
-    "The folder of a card and its picture."
-    name = f"{shown_name(card['rule'])}_{shown_name(card['storage'])}_{card['format']}"
-    if card["moments"] != "float32": name += f"_{card['moments']}"
-    return Path(out) / name.replace(":", "_")
+    "The folder of a card and its picture; its name says all that was asked for and is not usual."
+    words = [shown_name(card["rule"]), shown_name(card["storage"]), card["format"]]
+    words += [said.removesuffix(" moments").replace(" ", "_") for said in settings_of(card)]
+    if card["protocol"] != "bench-1": words.append(card["protocol"].removeprefix("bench-1-"))
+    if card["against"] != "adamw": words.append(f"against_{shown_name(card['against'])}")
+    return Path(out) / "_".join(words).replace(":", "_")
 
 def run_bench(
     arm: Arm,  # the rule, its format and its storage

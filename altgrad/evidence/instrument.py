@@ -263,8 +263,10 @@ def _check_arm(a: Arm) -> None:
         if f.type in (float, "float"): object.__setattr__(a, f.name, _number(f.name, value))
         if f.type in (str, "str") and not isinstance(value, str):
             raise InputError(f"{f.name} must be text, not {value!r}")
-    if signed_format(a.format).bits not in (4, 6, 8):
-        raise InputError(f"an arm's format has 4, 6 or 8 bits, not {a.format}")
+    fmt = signed_format(a.format)
+    if fmt.bits not in (4, 6, 8): raise InputError(f"an arm's format has 4, 6 or 8 bits, not {a.format}")
+    # the registry's name, so that one format is one arm; rows were made under a spec, too, and keep it
+    object.__setattr__(a, "format", fmt.spec if a.format.lower() == fmt.spec.lower() else fmt.name)
     read_granularity(a.granularity)
     for key, use in (("rule", use_rule), ("storage", use_storage)):
         if not is_full(getattr(a, key)): object.__setattr__(a, key, use(getattr(a, key)))

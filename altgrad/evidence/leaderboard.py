@@ -29,7 +29,7 @@ from ..geometry.storage import STORAGES
 from ..training.experiment import Interval
 from ..training.tracking import versions
 from .bench import (CONFIRM_SEED, PROTOCOLS, ROLES, Protocol, Verdict, arms_of,
-                                    bits_a_weight, compared, roles_of, shown_name)
+                                    bits_a_weight, compared, roles_of, settings_of, shown_name)
 from .instrument import Arm, identity, run_arm, run_id
 from .sweep import agreement, same_cpu
 
@@ -225,10 +225,9 @@ class Submission:
 
     @property
     def name(self) -> str:
-        "The rule, its storage and its format, and its moments where they are not in float32."
+        "The rule, its storage and its format, and what it was run with that is not usual."
         card = self.card
-        words = [shown_name(card["rule"]), shown_name(card["storage"]), card["format"]]
-        return " ".join(words + [f"{m} moments" for m in [card["moments"]] if m != "float32"])
+        return " ".join([shown_name(card["rule"]), shown_name(card["storage"]), card["format"], *settings_of(card)])
 
     @property
     def older(self) -> bool:

@@ -54,12 +54,14 @@ def bracket(
     return Bracket(stable, unstable, None)
 
 # %% ../../nbs/evidence/03_stability.ipynb #de82836d
-_ARM = ("format", "storage", "rule", "power")
+_ARM = ("format", "storage", "rule", "power", "placement", "floor_octaves", "corpus")
 
-def _row_of(cell: Arm, guess: float, b: Bracket) -> dict[str, Any]:
+def _recipe(checkpoint: str) -> str: return checkpoint.rpartition("-")[0]
+
+def _row_of(cell: Arm, recipe: str, guess: float, b: Bracket) -> dict[str, Any]:
     "Return the result of the search for an arm, as a row."
     stable, unstable = (None if j is None else rate_of(guess, j) for j in b[:2])
-    return {**{key: getattr(cell, key) for key in _ARM}, "stable": stable, "unstable": unstable,
+    return {**{key: getattr(cell, key) for key in _ARM}, "recipe": recipe, "stable": stable, "unstable": unstable,
             "done": b.next is None}
 
 # %% ../../nbs/evidence/03_stability.ipynb #e1851e65
@@ -108,7 +110,8 @@ class StabilitySearch(Sweep):
     def found(self) -> list[dict[str, Any]]:
         """For each arm: its largest stable rate and the smallest unstable one,
         or None, and whether the search is over."""
-        return [_row_of(cell, guess, self.bracket(cell, guess))
+        recipe = _recipe(self.matrix.checkpoints[0])
+        return [_row_of(cell, recipe, guess, self.bracket(cell, guess))
                 for cell, guess in self.matrix.cells]
 
 # %% ../../nbs/evidence/03_stability.ipynb #0787d8c0
@@ -116,22 +119,22 @@ def thresholds_of(
     rows: Iterable[Mapping[str, Any]],  # of a ledger
     runs: int = 3,  # that a stable rate has: a search that was cut off has fewer at its last one
 ) -> list[dict[str, Any]]:  # as `StabilitySearch.found` gives them
-    "The thresholds that a ledger's rows show, without texts or checkpoints."
+    """The thresholds that a ledger's rows show, which needs no text and no checkpoint;
+    runs on another text, of another recipe or with another task are another arm."""
     arms: dict[tuple, dict[float, list[bool]]] = {}
     for r in rows:
         if r.get("stage") != "max-lr" or r.get("error"): continue
-        arms.setdefault(tuple(r[key] for key in _ARM), {}).setdefault(r["lr"], []).append(
-            r["diverged"]
-        )
+        arm = *(r[key] for key in _ARM), _recipe(r["checkpoint"])
+        arms.setdefault((arm, str(r.get("task"))), {}).setdefault(r["lr"], []).append(r["diverged"])
     found = []
-    for arm, rates in arms.items():
+    for (arm, _), rates in arms.items():
         unstable = min((lr for lr, ends in rates.items() if any(ends)), default=None)
         whole = [lr for lr, ends in rates.items() if len(ends) >= runs and not any(ends)]
         stable = max((lr for lr in whole if unstable is None or lr < unstable), default=None)
         narrow = (
             stable is not None and unstable is not None and unstable / stable < 2 ** (1.01 / PARTS)
         )
-        found.append({**dict(zip(_ARM, arm)), "stable": stable, "unstable": unstable,
+        found.append({**dict(zip((*_ARM, "recipe"), arm)), "stable": stable, "unstable": unstable,
                       "done": narrow or None in (stable, unstable) and len(rates) > FURTHEST})
     return found
 

@@ -15,7 +15,7 @@ __all__ = ['POWERS', 'RANKED', 'PRIMARY', 'QUANTIZED', 'Weights', 'LEAST_P', 'SM
 # %% ../../nbs/evidence/02_study.ipynb #ae7e7545
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from itertools import chain, combinations, product
@@ -30,7 +30,7 @@ from scipy.stats import t as student_t
 from ..basics import COLORS, INK, InputError
 from ..geometry.catalogue import RULES
 from ..numbers.formats import EIGHT_BIT
-from .instrument import Arm, arm_values
+from .instrument import LATER, Arm, arm_values
 from .sweep import Loss, Matrix, Plan, Tuning, loss_of_row, plan, read_rows
 
 # %% ../../nbs/evidence/02_study.ipynb #8b7caf54
@@ -142,9 +142,21 @@ def _same_everywhere(rows: Iterable[Mapping[str, Any]]) -> None:
                     f"the ledger holds two {row[name]!r} (column {sha}): allowed is one"
                 )
 
+# %% ../../nbs/evidence/02_study.ipynb #200d61a0
+def _by_arm(rows: Iterable[Mapping[str, Any]]) -> dict[Arm, Mapping[str, Any]]:
+    "The row of each arm, one that failed where there is no other; InputError where two runs have one arm."
+    found: dict[Arm, Mapping[str, Any]] = {}
+    for row in rows:
+        other = found.setdefault(arm := arm_of(row), row)
+        if other.get("error"): found[arm] = row
+        elif not row.get("error") and row["run"] != other["run"]:
+            raise InputError(f"runs {other['run']} and {row['run']} of the ledger are of one arm and task, made by "
+                             "other code or from another text: allowed is one")
+    return found
+
 # %% ../../nbs/evidence/02_study.ipynb #d039ef69
 def build_study(
-    rows: Iterable[Mapping[str, Any]],  # of any ledger; what belongs to other matrices is ignored
+    rows: Iterable[Mapping[str, Any]],  # of any ledger; what is of another text, checkpoint, task or arm is ignored
     matrices: Iterable[Matrix],  # with the same checkpoints, confirmation seeds and text
 ) -> Study:
     """Looks up all that the matrices ask for;
@@ -156,11 +168,11 @@ def build_study(
         )
     if any(m.confirm_checkpoints for m in matrices):
         raise InputError("a study takes matrices that confirm on the checkpoints that tuned")
-    first = matrices[0]
+    first, task = matrices[0], asdict(matrices[0].task)
     mine = [r for r in rows if r["checkpoint"] in first.checkpoints
-            and r["corpus"] == first.cells[0][0].corpus]
+            and r["corpus"] == first.cells[0][0].corpus and (r.get("task") or task) == task]
     _same_everywhere(mine)
-    frozen, by_arm = _frozen_pieces(mine), {arm_of(r): r for r in mine}
+    frozen, by_arm = _frozen_pieces(mine), _by_arm(mine)
     known = {arm: r for arm, r in by_arm.items() if not r.get("error")
              or (r["checkpoint"], r["split"]) in frozen}
     losses = {arm: Loss(float(_pieces(r, frozen).mean()), loss_of_row(r).raw)
@@ -535,7 +547,7 @@ def same_weights(
 ) -> Verdict:
     "H4: runs of formats with one spacing end in the same weights, bit for bit, whatever the power."
     groups, formats = defaultdict(list), set(formats)
-    shared = ("storage", "lr", "seed", "checkpoint_sha", "corpus_sha", "split", "machine",
+    shared = ("storage", "lr", "seed", "checkpoint_sha", "corpus_sha", "split", "task", "machine",
               "versions", "floor_octaves")
     for row in rows:
         meant = (
@@ -544,7 +556,8 @@ def same_weights(
             and row["placement"] == "update"
         )
         if meant and not row.get("error"):
-            groups[tuple(str(row.get(k)) for k in shared)].append(row["weights_sha"])
+            alike = [row.get(k) for k in shared] + [row.get(k) or had for k, had in LATER.items()]
+            groups[tuple(map(str, alike))].append(row["weights_sha"])
     many = {k: v for k, v in groups.items() if len(v) > 1}
     wrong = {k: v for k, v in many.items() if len(set(v)) > 1}
     if not many: return Verdict(Answer.NOT_RUN, "no two such runs")
@@ -647,8 +660,8 @@ def rank_gains(
     for f in RANKED:
         there = instead.get((storage, f), study)
         if cell := best_rule(there, f, storage):
-            found[f] = there, contrast(there, gain(there, cell))
-    known = {f: e for f, (_, d) in found.items() if (e := effect(d))}
+            found[f] = there, gain(there, cell)
+    known = {f: e for f, (there, w) in found.items() if (e := effect(contrast(there, w)))}
     gains = {f: known[f] for f in sorted(known, key=lambda f: -known[f].mean)}
     if not gains: return Ranking(Place.NOT_RUN, {}, None)
     first, *rest = gains
@@ -657,13 +670,12 @@ def rank_gains(
     return Ranking(Place.WINNER if lead and lead.sign > 0 else Place.NO_WINNER, gains, lead)
 
 # %% ../../nbs/evidence/02_study.ipynb #a5e037f5
-def _lead(first: tuple[Study, np.ndarray], second: tuple[Study, np.ndarray]) -> Effect | None:
+def _lead(first: tuple[Study, Weights], second: tuple[Study, Weights]) -> Effect | None:
     """Return one gain minus another: paired over the seeds that both have,
     if they are of one study."""
     (one, a), (other, b) = first, second
-    if one is not other: return difference(a, b)
-    seeds = min(a.shape[1], b.shape[1])  # runs come seed by seed
-    return effect(a[:, :seeds] - b[:, :seeds])
+    if one is other: return effect(contrast(one, minus(a, b)))
+    return difference(contrast(one, a), contrast(other, b))
 
 # %% ../../nbs/evidence/02_study.ipynb #0c3348bf
 class Judged(NamedTuple):
@@ -748,12 +760,14 @@ def moved(
     weights: Weights,  # e.g. of D or a gain
     seeds: Iterable[int] = (0,),  # of the confirmation, those that were run beside the tuned rates as well
 ) -> Moved | None:  # None where an arm was not confirmed
-    "A contrast from confirmation runs, each arm at its tuned rate and half an octave beside it."
-    pairs = list(product(study.checkpoints, seeds))
+    """A contrast from confirmation runs, each arm at its tuned rate and half an octave beside it;
+    a run that failed counts as the frozen model."""
+    pairs = list(product(zip(study.checkpoints, study.frozen.tolist()), seeds))
     def loss(cell: Arm, k: int) -> float:
         run = replace(cell, lr=study.tuned[cell].rates[k], split="confirm")
-        found = [study.rows.get(replace(run, checkpoint=c, seed=s), {}) for c, s in pairs]
-        return sum(row.get("val_loss", math.nan) for row in found) / len(pairs)
+        found = [(study.rows.get(replace(run, checkpoint=c, seed=s)), frozen) for (c, frozen), s in pairs]
+        ends = [math.nan if row is None else frozen if row.get("error") else row["val_loss"] for row, frozen in found]
+        return sum(ends) / len(pairs)
     return _moved(study, weights, loss)
 
 # %% ../../nbs/evidence/02_study.ipynb #9ffedd79

@@ -160,14 +160,17 @@ def _fits(cell: Mapping[str, Any], excluded: Mapping[str, Any]) -> bool:
     return all(said[key] in _list(values) for key, values in excluded.items())
 
 def _kept(entry: Any) -> list[dict[str, Any]]:
-    "The cells of one entry of `arms`; InputError for an `exclude` that matches none."
+    "The cells of one entry of `arms`; InputError for an `exclude` that matches none of them, or all."
     axes = _axes(entry)
     cells = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
     excluded = _list(entry["exclude"]) if "exclude" in entry else []
     for one in excluded:
-        if not any(_fits(cell, _part(one, "exclude")) for cell in cells):
+        if not _part(one, "exclude"): raise InputError("exclude must name an axis, such as {format: E4M3}, not {}")
+        if not any(_fits(cell, one) for cell in cells):
             raise InputError(f"exclude {one} matches no arm of its entry")
-    return [cell for cell in cells if not any(_fits(cell, one) for one in excluded)]
+    kept = [cell for cell in cells if not any(_fits(cell, one) for one in excluded)]
+    if not kept: raise InputError(f"exclude leaves no arm of its entry: {one_line(excluded, 100)}")
+    return kept
 
 # %% ../../nbs/evidence/01_sweep.ipynb #2b4b4c4c
 def _cells(entry: Any, corpus: str, checkpoint: str) -> Iterator[tuple[Arm, float]]:
@@ -182,17 +185,23 @@ def _cells(entry: Any, corpus: str, checkpoint: str) -> Iterator[tuple[Arm, floa
 def _powers(given: Mapping[str, Any], cells: Iterable[tuple[Arm, float]]) -> tuple[float, float]:
     "Step and limit of a matrix's `extend_power`; InputError otherwise."
     if "extend_power" not in given: return 0.0, 0.0
-    if not any(arm.rule in RULES and "power" in RULES[arm.rule].reads.split() for arm, _ in cells):
-        raise InputError("extend_power is for rules that read a power, and no arm has one")
+    tried = [arm.power for arm, _ in cells if arm.rule in RULES and "power" in RULES[arm.rule].reads.split()]
+    if not tried: raise InputError("extend_power is for rules that read a power, and no arm has one")
     powers = _part(given["extend_power"], "extend_power", ("step", "limit"))
     for key, value in powers.items():
         if not is_number(value) or not 0 <= value <= MOST_POWER:
             raise InputError(
                 f"extend_power {key} must be a number from 0 to {MOST_POWER}, not {value!r}"
             )
-    if powers["limit"] > 100 * powers["step"] > 0:
-        raise InputError("extend_power limit must be at most a hundred steps")
-    return float(powers["step"]), float(powers["limit"])
+    step, limit = float(powers["step"]), float(powers["limit"])
+    if not step: raise InputError("extend_power step must be above 0: without it no power is added")
+    if limit > 100 * step: raise InputError("extend_power limit must be at most a hundred steps")
+    low, high = min(tried), max(tried)
+    least = max(abs(low), abs(high), min(abs(low - step), abs(high + step)))
+    if limit < least:
+        raise InputError(f"extend_power limit must be at least {least:g}, not {limit:g}: the arms' powers go from "
+                         f"{low:g} to {high:g}, and grow by {step:g}")
+    return step, limit
 
 # %% ../../nbs/evidence/01_sweep.ipynb #263df69f
 def _check_size(entries: list[Any], points: int, seeds: int) -> None:
@@ -269,11 +278,12 @@ class Loss(NamedTuple):
     and where that is equal by the raw one."""
     counted: float  # nats; the frozen model's where the run diverged
     raw: float  # nats, uncapped; infinite where it is not finite
+    failed: bool = False  # an error ended the run: it says nothing of the arm, and is made again by the next sweep
 
 # %% ../../nbs/evidence/01_sweep.ipynb #5b6952a5
 class Tuning(NamedTuple):
     "The state of the search for an arm's learning rate."
-    missing: list[Job]  # runs to be made before more can be said
+    missing: list[Job]  # runs to be made before more can be said, those that failed too
     rates: list[float]  # learning rates tried, in order
     losses: list[float]  # mean counted loss over tuning seeds and checkpoints, nats
     best: int  # index of the best
@@ -286,7 +296,7 @@ def loss_of_row(
     "Return the loss of a row's run; infinite where it failed or met a number that is not finite."
     counted, raw = (math.inf if row.get(key) is None else row[key]
                     for key in ("val_loss", "raw_loss"))
-    return Loss(counted, raw)
+    return Loss(counted, raw, bool(row.get("error")))
 
 Losses = Callable[[Arm], Loss | None]  # how a run ended; None if it has not been made
 
@@ -319,8 +329,8 @@ def tuning(
         for k in ks:
             tuned = replace(cell, lr=rate(middle, k), split="tune")
             runs = [replace(tuned, checkpoint=c, seed=s) for c, s in seeds]
-            missing += [Job(arm, "tune") for arm in runs if loss(arm) is None]
             losses.append([loss(arm) for arm in runs])
+            missing += [Job(arm, "tune") for arm, end in zip(runs, losses[-1]) if end is None or end.failed]
         if missing:
             return Tuning(missing, [rate(middle, k) for k in ks], [math.inf] * len(ks), 0, "")
         means = list(map(_mean, losses))
@@ -377,18 +387,19 @@ def plan(
     matrix: Matrix,
     loss: Losses,
 ) -> Plan:
-    """The next runs: all that tuning lacks; then what wider powers need;
-    then the confirmation, seed by seed."""
+    """The next runs: all that tuning lacks; then what wider powers need; then the confirmation, seed by seed.
+    A run that failed is not among them, nor what waits for it."""
     cells = list(matrix.cells)
     while True:
         found = {arm: tuning(arm, middle, matrix, loss) for arm, middle in cells}
         new = wider_powers(cells, found, matrix) if matrix.power_step else []
         if not new: break
         cells += new
-    jobs = list(itertools.chain.from_iterable(t.missing for t in found.values()))
+    jobs = [job for t in found.values() for job in t.missing if loss(job.arm) is None]
     if jobs: return Plan("tune", jobs, cells, found)
+    tuned = {arm: t for arm, t in found.items() if not t.missing}
     for s, c in itertools.product(matrix.confirm_seeds, matrix.confirmed_on):
-        for arm, t in found.items():
+        for arm, t in tuned.items():
             run = replace(arm, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=s)
             if loss(run) is None: jobs.append(Job(run, "confirm", t.edge))
     return Plan("confirm" if jobs else "done", jobs, cells, found)
@@ -559,13 +570,16 @@ def best_arms(
     rows: Iterable[Mapping[str, Any]],  # of a ledger
 ) -> list[tuple[str, float, int]]:  # arm, mean validation loss in nats, number of runs; best first
     """The arms of the confirmed runs; of the tuning runs where none is confirmed,
-    each learning rate by itself."""
+    or where an arm was confirmed at two rates, each learning rate by itself."""
     good = {row["run"]: row for row in rows if not row.get("error")
             and row.get("val_loss") is not None}.values()
     confirmed = [row for row in good if row.get("stage") == "confirm"]
     groups: dict[str, list[float]] = {}
+    rates: dict[str, set[Any]] = {}
+    for row in confirmed: rates.setdefault(_arm_text(row, rate=False), set()).add(row.get("lr"))
     for row in confirmed or good:
-        groups.setdefault(_arm_text(row, rate=not confirmed), []).append(row["val_loss"])
+        alone = len(rates.get(_arm_text(row, rate=False), ())) == 1
+        groups.setdefault(_arm_text(row, rate=not alone), []).append(row["val_loss"])
     return sorted(((arm, statistics.fmean(v), len(v)) for arm, v in groups.items()),
                   key=lambda found: found[1])
 
@@ -878,6 +892,7 @@ def _run_sweep(sweep: Sweep, workers: int, progress: bool, pool: Any) -> int:
 def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any],
            progress: bool) -> Iterator[dict[str, Any]]:
     "The rows of one stage, as they come."
+    task = asdict(sweep.matrix.task)  # a run that failed does not say it itself
     with _progress(f"{sweep.matrix.name} {todo.stage}", len(todo.jobs), progress) as step:
         for job, result in _results(workers, todo.jobs, work_alone):
             mine = sweep.run_id(job.arm)
@@ -886,7 +901,7 @@ def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any],
                     "error": "the worker has other code, or another text or checkpoint: something "
                              "changed meanwhile"
                 }
-            row = {"run": mine, **asdict(job.arm), **result, "stage": job.stage,
+            row = {"run": mine, **asdict(job.arm), **result, "task": task, "stage": job.stage,
                    "lr_edge": job.lr_edge, **facts,
                    "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             step(f"{_label(job.arm)}: {row['error'] or round(row['val_loss'], 4)}")

@@ -16,7 +16,7 @@ import os
 import statistics
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping
@@ -405,8 +405,9 @@ def lr_at(
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, c: TrainConfig) -> float:
     "Give every group its share of the schedule; return the rate of AdamW."
     lr = lr_at(step, c)
+    share = lr / c.lr if c.lr else lr_at(step, replace(c, lr=1.0))
     for group in chain.from_iterable(o.param_groups for o in optimizers):
-        group["lr"] = group["peak"] * (lr / c.lr) if group["peak"] != c.lr else lr
+        group["lr"] = group["peak"] * share if group["peak"] != c.lr else lr
     return lr
 
 # %% ../../nbs/training/04_trainer.ipynb #81c6551e
@@ -670,8 +671,9 @@ def restore_formats(
 
 # %% ../../nbs/training/04_trainer.ipynb #f9025e54
 def _evaluations(folder: RunFolder) -> list[tuple[int, float]]:
-    rows = [row for row in folder.metrics() if row.get("val_loss") is not None]
-    return [(row["step"], row["val_loss"]) for row in rows]
+    "The evaluations of a run, by step; a loss that was not finite is stored as null."
+    rows = [row for row in folder.metrics() if "val_loss" in row]
+    return [(row["step"], math.inf if row["val_loss"] is None else row["val_loss"]) for row in rows]
 
 def rewind_watch(
     watch: Watch,

@@ -80,7 +80,7 @@ MORE = {
         ["tiny-0", None],
         "tiny-\u0660x",
     ),
-    ("extend_power",): ({}, {"step": 0}, {"limit": 1}),
+    ("extend_power",): ({}, {"step": 0}, {"limit": 1}, {"step": 0, "limit": 0}, {"step": 0.5, "limit": 0.5}),
     ("extend_power", "step"): (-0.5, 1000, 1e-9),
     ("extend_power", "limit"): (-2, 1e9),
     ("arms",): ([{}], [1], "E4M3", [None]),
@@ -89,7 +89,8 @@ MORE = {
     ("arms", 0, "format"): (["E4M3", "E4M3"], "bfloat16", ["E4M3", 8], "E9M9"),
     ("arms", 0, "storage"): (["fp32", "fp16"], ["fp32", "fp32"]),
     ("arms", 0, "rule"): ("muon", "sgdm"),
-    ("arms", 0, "exclude"): ([{"nonsense": 1}], "x", [[]], {"format": "E4M3"}, [{"format": "E5M2"}]),
+    ("arms", 0, "exclude"): ([{"nonsense": 1}], "x", [[]], {"format": "E4M3"}, [{"format": "E5M2"}],
+                            {}, [{"power": 1}, {}], [{"power": 0}, {"power": 1}]),
     ("corpus",): (["a", "b"],),
 }
 RIGHT = {
@@ -99,7 +100,7 @@ RIGHT = {
     ("tune", "points"): (3, 5),
     ("tune", "most"): (5, 99),
     ("confirm", "seeds"): ([9], 9),
-    ("extend_power",): ({"step": 0, "limit": 0}, {"step": 0.5, "limit": 1}, {"step": 1, "limit": 3}),
+    ("extend_power",): ({"step": 0.5, "limit": 1}, {"step": 1, "limit": 3}),
     ("task",): ({}, {"steps": 30}, {"beta1": 0}),
     ("arms", 0, "lr"): (1, 0.5, 1e-9),
     ("arms", 0, "power"): (0, -1, [0, 0.5]),

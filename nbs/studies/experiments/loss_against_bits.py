@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
+from altgrad.basics import InputError
 from altgrad.evidence.bench import PROTOCOLS, Trial
 from altgrad.evidence.instrument import Arm
 from altgrad.evidence.study import cell_of
@@ -100,14 +101,25 @@ def arms(panel: str) -> dict[str, Arm]:
     return {name: Arm(**usual | how | rule(how)) for name, how in METHODS.items()}
 
 
+def add_end(found: dict[str, dict[str, Any]], name: str, row: Mapping[str, Any]) -> None:
+    "Puts an arm's confirming row beside the others; InputError where it was confirmed at two rates."
+    ends = found.setdefault(name, {})
+    rates = sorted({row["lr"], *(end["lr"] for end in ends.values())})
+    if len(rates) > 1:
+        raise InputError(f"{name} is confirmed at two rates, {rates[0]:g} and {rates[1]:g}: "
+                         "remove the rows of one from the ledger")
+    ends[row["checkpoint"]] = row
+
+
 def confirmed(rows: Iterable[Mapping[str, Any]], fmt: str) -> dict[str, dict[str, Any]]:
     "The confirming rows of a panel's methods: by name, then by checkpoint."
     names = {arm: name for name, arm in arms(fmt).items()}
-    like, found = next(iter(names)), {}
+    like = next(iter(names))
+    found: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row["stage"] != "confirm" or row["format"] != PANELS[fmt]["format"]: continue
         name = names.get(cell_of(row, like))
-        if name: found.setdefault(name, {})[row["checkpoint"]] = row
+        if name: add_end(found, name, row)
     return found
 
 

@@ -20,7 +20,7 @@ from altgrad.evidence.study import cell_of
 from altgrad.training.experiment import HOLDS, REFUTED, Interval, interval
 
 sys.path.append(str(Path(__file__).parent))
-from loss_against_bits import METHODS, PANELS, with_noise
+from loss_against_bits import METHODS, PANELS, add_end, with_noise
 
 BENCH = PROTOCOLS["bench-1"]
 LAW = replace(BENCH, name="other reasons", tune=BENCH.tune[:2])
@@ -273,12 +273,11 @@ def losses_of(rows: Iterable[Mapping[str, Any]], part: Part) -> dict[str, list[f
     names: dict[Arm, list[str]] = {}
     for name, arm in part.made().items():
         names.setdefault(replace(arm, lr=0.0, corpus=LAW.corpus), []).append(name)
-    ends: dict[str, dict[str, float]] = {}
+    ends: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row["stage"] != "confirm": continue
-        for name in names.get(cell_of(row, like), ()):
-            ends.setdefault(name, {})[row["checkpoint"]] = row["val_loss"]
-    return {name: [found[c] for c in part.confirm] for name, found in ends.items()
+        for name in names.get(cell_of(row, like), ()): add_end(ends, name, row)
+    return {name: [found[c]["val_loss"] for c in part.confirm] for name, found in ends.items()
             if set(found) >= set(part.confirm)}
 
 
