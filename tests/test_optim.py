@@ -24,7 +24,8 @@ from altgrad.geometry.spacing import (
     LineNumbers, code_coordinate, from_code_coordinate, from_line, line_numbers, power_below, stiffness,
     stiffness_floor, to_line,
 )
-from altgrad.geometry.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
+from altgrad.geometry.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD, on_grids
+from altgrad.geometry.rivals.lion import Lion
 from altgrad.geometry.storage import make_grid_tensor
 
 RULES = {
@@ -120,6 +121,41 @@ def test_bad_parameters_are_errors_and_a_refused_group_leaves_no_trace():
     with pytest.raises(InputError, match="finite"):
         optimizer.add_param_group({"params": [nn.Parameter(weights(3))], "power": float("inf")})
     assert len(optimizer.param_groups) == 1
+
+
+def towards(optimizer, p, target, drop):
+    "A closure of its own: gradients are dropped, then made anew."
+    def closure():
+        if drop == "zero_grad": optimizer.zero_grad()
+        else: p.grad = None
+        loss = (p - target).square().sum()
+        loss.backward()
+        return loss
+    return closure
+
+
+@pytest.mark.parametrize("drop", ["zero_grad", "None"])
+@pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.Adam, Lion], ids=lambda rule: rule.__name__)
+def test_on_a_grid_a_step_takes_the_gradients_of_its_closure(rule, drop):
+    "The target changes sides at every step, so that a gradient of the step before points elsewhere."
+    w = torch.linspace(-1, 1, 16)
+    made = [nn.Parameter(make_grid_tensor(w, "E4M3", "grid_residual8")) for _ in range(2)]
+    plain = nn.Parameter(made[0].latent().clone())
+    by_closure, before, theirs = (make([p], lr=0.1) for make, p in (
+        (on_grids(rule), made[0]), (on_grids(rule), made[1]), (rule, plain)))
+    for k in range(6):
+        target, length = torch.full((16,), 2.0 * (k % 2)), made[0].scale
+        with torch.no_grad(): loss = by_closure.step(towards(by_closure, made[0], target, drop))
+        assert loss == towards(before, made[1], target, drop)()
+        before.step()
+        theirs.step(towards(theirs, plain, target, drop))
+        assert torch.equal(made[0].codes, made[1].codes) and torch.equal(made[0].latent(), made[1].latent())
+        spacing = ulp(get_format("E4M3"), plain.detach().abs().max() / length) * length  # the grid's largest
+        assert ((made[0].latent() - plain).abs() <= spacing).all()
+
+
+def test_a_rule_that_needs_a_closure_is_not_for_grids():
+    with pytest.raises(InputError, match="LBFGS needs a closure"): on_grids(torch.optim.LBFGS)
 
 
 def plain_coordinate(a, n):
