@@ -14,7 +14,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.flop_counter import FlopCounterMode
 
 from altgrad.basics import InputError
-from altgrad.geometry.storage import GridTensor, load_plain_state, make_grid_tensor, plain_state, store_on_grid
+from altgrad.geometry.storage import (
+    GridTensor, grid_storages, load_plain_state, make_grid_tensor, plain_state, store_on_grid,
+)
 from altgrad.model.surgery import quantize_model
 
 STORAGES = ("grid_nearest", "grid_stochastic", "grid_residual4", "grid_wide4", "bf16")
@@ -138,6 +140,38 @@ def test_a_weight_keeps_type_and_shape():
 
 
 MODES = lambda: torch.device("cpu"), lambda: FlopCounterMode(display=False)
+
+
+@pytest.mark.parametrize("storage", grid_storages())
+@pytest.mark.parametrize("fmt, granularity", [("E4M3", "tensor"), ("E2M1", "tensor"), ("E5M2", 16)])
+def test_what_is_not_finite_leaves_code_and_rest_as_they_were(storage, fmt, granularity):
+    "Every bit; and what is finite beside it comes out as it does where all is."
+    drawn = torch.Generator().manual_seed(0)
+    normal = lambda: torch.randn(32, 48, generator=drawn)
+    wrong = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    a = make_grid_tensor(normal(), fmt, storage, granularity=granularity)
+    for _ in range(3): a.add_(0.03 * normal())
+    for _ in range(4):  # nothing is finite
+        before = {name: part.clone() for name, part in a.parts().items() if name != "writes"}
+        a.copy_(torch.full((32, 48), torch.nan))
+        assert all(torch.equal(a.parts()[name], part) for name, part in before.items())
+    b, old, scale = copy.deepcopy(a), a.latent(), a.scale.clone()
+    lost = torch.rand(32, 48, generator=drawn) < 0.3
+    given = old + 0.03 * normal()
+    b.copy_(torch.where(lost, old, given))
+    a.copy_(torch.where(lost, wrong[torch.arange(48) % 3], given))
+    same, there = ~lost & (b.scale == scale), lost & (a.scale == scale)
+    assert same.any() and there.any() and torch.equal(a.scale, b.scale)
+    assert torch.equal(a.latent()[same], b.latent()[same]) and torch.equal(a.dequantize()[same], b.dequantize()[same])
+    assert torch.equal(a.latent()[there], old[there])
+
+
+def test_where_the_scale_grows_what_was_there_is_rounded_anew():
+    w = make_grid_tensor(torch.tensor([1.0, 0.53, 0.25]), "E0M7", "grid_residual8")
+    before = w.latent()
+    w.copy_(torch.tensor([3.0, torch.nan, -torch.inf]))
+    assert w.scale == 4 and (w.latent()[1:] - before[1:]).abs().max() <= 4 / 128 / 254
+    assert (w.dequantize() / w.scale * 128).frac().eq(0).all()
 
 
 @pytest.mark.parametrize("inside", MODES)

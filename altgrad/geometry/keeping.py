@@ -155,6 +155,11 @@ class Storage:
         whole = (r + uniform(r.shape, key, r.device)).floor().clamp(-levels, levels)
         return pack_bits(whole.to(torch.int8), self.residual_bits)
 
+    def stay(self, stays: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        "Return what is kept beside codes: `old` where `stays` (of their shape) says so, else `new`."
+        if new.shape == stays.shape: return torch.where(stays, old, new)
+        return new ^ (new ^ old) & pack_bits(-stays.to(torch.int8), self.residual_bits)  # all ones, or none
+
     def latent(self, q: Tensor, residual: Tensor | None, fmt: FP8Format) -> Tensor:
         "The value that an update starts from, given the codes' values and what was kept."
         if residual is None: return q

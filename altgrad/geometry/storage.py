@@ -229,15 +229,21 @@ def encode(
     before: Tensor,  # its `latent()`, of the same shape
     held: Mapping[str, Tensor],  # the scales that it is to have, in the shapes in which they are held
     key: int | Tensor,  # a scalar as a tensor
+    stays: Tensor | None = None,  # where code and what is beside it are to stay, unless the scale grows; shape of `to`
 ) -> Tensor:  # codes, shape of `to`
     "Round values, count what that does, and keep what is remembered beside their codes."
     kind, fmt = to.kind, to.fmt
-    inner = w / _spread(held, to.granularity, to.shape)
+    scale = _spread(held, to.granularity, to.shape)
+    inner = w / scale
     rounded = kind.round(inner, fmt, key)
     codes = pack(rounded, fmt)
+    if stays is not None:
+        stays = stays & (scale <= to.scale)
+        codes = torch.where(stays, to.codes, codes)
     if "counts" in to.how: to.how["counts"] += _write_counts(to, before, w, rounded, codes)
     if to.residual is not None:
-        to.residual.copy_(cast(Tensor, kind.remember(inner, rounded, fmt, key)))
+        beside = cast(Tensor, kind.remember(inner, rounded, fmt, key))
+        to.residual.copy_(beside if stays is None else kind.stay(stays, to.residual, beside))
     return codes
 
 # %% ../../nbs/geometry/03_storage.ipynb #bbe05e19
@@ -247,15 +253,17 @@ def write(
     w: Tensor,  # the new values before rounding, shape and dtype of `to`
     before: Tensor | None = None,  # its `latent()`, shape of `to`, where that is at hand
 ) -> None:
-    """Round `w` into `to`, growing its scale where that is needed;
-    what is not finite leaves its code as it was."""
-    how = to.how
+    """Round `w` into `to`, growing its scale where that is needed; what is not finite leaves its code, and what
+    is beside it, as it was; where its scale grows, the value that was there is rounded anew."""
+    how, given = to.how, w
     if before is None: before = to.latent()
     w = kept_finite(w, before, how)
     key = rounding_key(how["seed"], int(to.writes), how["tensor"])
     old = to.scale
-    held = grown_scales(to, w, old, key)
-    codes = encode(to, w, before, held, key)
+    # a code without anything beside it is rounded to itself
+    stays = None if w is given or to.residual is None else ~given.isfinite()
+    held = grown_scales(to, w if stays is None else torch.where(stays, 0, w), old, key)
+    codes = encode(to, w, before, held, key, stays)
     to.rescales += (_spread(held, to.granularity, to.shape) > old).any()
     to.hold(codes, held)
     to.writes += 1
