@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # %% ../../nbs/geometry/03_storage.ipynb #9a3cd6be
 from ..basics import InputError, unknown
-from ..numbers.blocks import block_scales, grown, roomier
+from ..numbers.blocks import block_scales, grown, largest_scale, roomier
 from ..numbers.formats import WIDE, FP8Format, check_float, check_seed, kind_of, signed_format
 from ..numbers.kernels import (CHUNK, batch_noise, first_bits, is_readable, kernel, native,
                                      note_eager, plan,
@@ -437,7 +437,9 @@ def _first_scales(
     "The scales that a weight starts with, as they are held."
     scales = block_scales(granularity)
     if kind.fmt: return {"scale": torch.ones((), device=w.device, dtype=w.dtype)}
-    if scales is None: return {"scale": compute_scale(w.abs().amax(), fmt).to(w.dtype, copy=True)}
+    if scales is None:
+        scale = compute_scale(w.abs().amax(), fmt).clamp(max=largest_scale(fmt))
+        return {"scale": scale.to(w.dtype, copy=True)}
     if w.dtype == torch.float32 and w.dim() == 2 and w.numel(): return scales.start(w, fmt)
     raise InputError(
         f"granularity {granularity} is for float32 weights [out, in], not {kind_of(w)} "
