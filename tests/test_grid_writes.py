@@ -166,6 +166,20 @@ def test_what_is_not_finite_leaves_code_and_rest_as_they_were(storage, fmt, gran
     assert torch.equal(a.latent()[there], old[there])
 
 
+@pytest.mark.parametrize("copied", [torch.clone, lambda w: w.detach().clone(), copy.deepcopy, nn.Parameter.clone])
+def test_a_clone_counts_for_itself(copied):
+    w = weight()
+    with torch.no_grad():
+        w.mul_(0.5)
+        told = {name: w.how[name].clone() for name in ("counts", "nonfinite")}
+        other = copied(w)
+        assert all(torch.equal(other.how[name], value) for name, value in told.items())
+        other.fill_(torch.nan)
+        other.mul_(0.5)
+    assert all(torch.equal(w.how[name], value) for name, value in told.items())
+    assert other.how["nonfinite"] == 8 and other.how["counts"][0] == 24
+
+
 def test_where_the_scale_grows_what_was_there_is_rounded_anew():
     w = make_grid_tensor(torch.tensor([1.0, 0.53, 0.25]), "E0M7", "grid_residual8")
     before = w.latent()

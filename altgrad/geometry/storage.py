@@ -380,14 +380,17 @@ def part_of(x: Any) -> Any:
     return x.as_subclass(WeightPart) if plain else x
 
 # %% ../../nbs/geometry/03_storage.ipynb #1ad184ae
+def _own(named: Mapping[str, Any]) -> dict[str, Any]:
+    "The same, with copies of its tensors."
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in named.items()}
+
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Reads unpack; an operation that writes a `GridTensor` computes on the
     unpacked values and writes them back, rounded once."""
     if func in _KEEP: return GridTensor(**args[0].parts(), how=args[0].how)
     if func is torch.ops.aten.clone.default and not kwargs:
-        return GridTensor(
-            **{name: part.clone() for name, part in args[0].parts().items()}, how=args[0].how
-        )
+        how = args[0].how  # a compiler takes none of its tensors
+        return GridTensor(**_own(args[0].parts()), how=_own(how) if _has_values(args[0].held_codes) else how)
     if func is torch.ops.aten.copy_.default and _alike(*args[:2]): return _copy(*args[:2])
     if func is torch.ops.aten.copy_.default and isinstance(args[0], GridTensor):
         if args[0].how.get("afresh"): return _copy(args[0], _made_alike(args[0], _plain(args[1])))
