@@ -18,6 +18,7 @@ from altgrad.numbers.formats import EIGHT_BIT, get_format, ulp, unit_in_first_pl
 from altgrad.numbers import kernels, native
 from altgrad.numbers.kernels import rounding_key, uniform
 from altgrad.numbers.rule_loops import NAMES
+from altgrad.numbers.quantize import fake_quantize
 from altgrad.numbers.scaling import compute_scale
 from altgrad.geometry import optim
 from altgrad.geometry.spacing import (
@@ -351,6 +352,26 @@ def test_loops_in_cpp_give_torchs_bits(with_loops, make, name):
     w[::97], w[::101], w[::103], w[::107] = 0.0, 1e-40, -3.0, -0.0
     for n in (1, 5, 3001):
         assert same_bits(moved(make, w[:n], name), moved(make, w[:n], name, eager=True)), n
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["E7M0", "E4M3", "E0M7", "E6M1"])
+def test_ties_go_to_the_even_code(name, dtype, eager):
+    "A step of half a code outwards from every value under scale one: where `fake_quantize` puts the middle."
+    fmt = get_format(name)
+    values = fmt.values[(fmt.values > 2.0**-30) & fmt.values.isfinite()].to(dtype)
+    if fmt.max > 2.0**16: values = values[values < 2]
+    middle = (values[1:] + values[:-1]) / 2
+    p = nn.Parameter(torch.cat([values[:-1], -values[:-1], values[-1:]]))
+    p.grad = -p.detach().sign() / stiffness(p.detach(), fmt)
+    p.grad[-1] = 0
+    assert compute_scale(p.detach().max(), fmt) == 1
+    before, lr = kernels.set_path("eager") if eager else "", 0.5 * ((len(p) - 1) / len(p)) ** 0.5
+    try: GridSGD([p], fmt, lr=lr, momentum=0.0, rounding="nearest").step()
+    finally:
+        if eager: kernels.set_path(before)
+    assert torch.equal(p.detach()[:-1], fake_quantize(torch.cat([middle, -middle]), fmt))
 
 
 @pytest.mark.parametrize("make", LOOPED.values(), ids=LOOPED)

@@ -23,9 +23,9 @@ from torch import Tensor
 # %% ../../nbs/geometry/04_optim.ipynb #8f9ac7cc
 from ..basics import InputError, unknown
 from ..numbers.blocks import BlockScales, block_scales
-from ..numbers.formats import FP8Format, check_seed, signed_format
+from ..numbers.formats import PRECISION, FP8Format, check_seed, signed_format
 from ..numbers import kernels as K, native as N
-from ..numbers.kernels import CHUNK, draw_range, rounding_key, words_of
+from ..numbers.kernels import CHUNK, EXPONENT_BITS, draw_range, rounding_key, words_of
 from ..numbers.rule_loops import POWERS, SUMS
 from ..numbers.scaling import compute_scale, spread
 from .spacing import (STEPPED, LineNumbers, check_sign_magnitude, floor_at,
@@ -807,11 +807,20 @@ def _rung_pass(w, g, buffer, momentum, line, squares=None):
     torch.square(buffer, out=squares)
 
 # %% ../../nbs/geometry/04_optim.ipynb #d58d43e4
+def _whole_steps(steps: Tensor, spacing: Tensor, at: _Line) -> Tensor:
+    """The nearest whole numbers of spacings, ties to the even code: its parity is that of the number, or without
+    mantissa bits, where one and a half lies between two powers of two, that of their exponents."""
+    integers, _ = EXPONENT_BITS[steps.dtype]
+    odd = (spacing.view(integers) ^ at.low.view(integers)) >> PRECISION[steps.dtype] - 1 & 1
+    down = (at.line.unit == 1) & (steps.abs() == 1.5) & (odd == 1)
+    return torch.where(down, steps.sign(), steps.round())
+
 def _round_to_codes(u: Tensor, at: _Line, coins: _Coins | None) -> Tensor:
-    "`u` rounded to a value of the format: stochastically with coins, else to nearest."
+    """`u` rounded to the grid: stochastically with coins, else to nearest. Beyond the format's last value
+    the grid goes on with its spacing there."""
     spacing = raw_stiffness(u.abs(), at.line.unit, at.low, at.line.high)
     steps = u / spacing
-    if coins is None: return steps.round_().mul_(spacing)
+    if coins is None: return _whole_steps(steps, spacing, at).mul_(spacing)
     whole, words = steps.floor(), words_of(coins.key)
     start = 0 if torch.compiler.is_compiling() else coins.start  # a number that is not a symbol
     noise = draw_range(start, start + len(u), words, 24, u.device)
