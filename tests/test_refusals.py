@@ -672,9 +672,17 @@ def test_settings_of_a_rule_are_of_their_kind(rule, wrong):
     assert next(iter(wrong)) in refused(rule, [w], **{"fmt": "E4M3", "lr": 0.1, **wrong})
 
 
-@pytest.mark.parametrize("wrong", ({"seed": 1.5}, {"seed": -1}, {"tensor": 0.5}))
+@pytest.mark.parametrize("wrong", ({"seed": 1.5}, {"seed": -1}, {"tensor": 0.5}, {"tensor": 2**32}))
 def test_settings_of_a_grid_are_of_their_kind(wrong):
     assert next(iter(wrong)) in refused(make_grid_tensor, X, "E4M3", "grid_stochastic", **wrong)
+
+
+def test_the_last_tensor_draws_as_no_other():
+    w = torch.full((1000,), 1.03)
+    grids = [make_grid_tensor(w, "E4M3", "grid_stochastic", tensor=n) for n in (0, 1, 2**32 - 1)]
+    for grid in grids: grid.add_(0.01)
+    codes = [grid.codes.tolist() for grid in grids]
+    assert codes[0] != codes[1] != codes[2] != codes[0]
 
 
 @pytest.mark.parametrize("wrong", (

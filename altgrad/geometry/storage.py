@@ -461,7 +461,7 @@ def _check_weight(w: Any) -> None:
 
 def _check_numbers(seed: object, tensor: object) -> None:
     check_seed(seed)
-    check_seed(tensor, "tensor")
+    check_seed(tensor, "tensor", 32)
 
 # %% ../../nbs/geometry/03_storage.ipynb #eeeeaabe
 def make_grid_tensor(
@@ -469,7 +469,7 @@ def make_grid_tensor(
     fmt: FP8Format | str,  # with a sign; ignored by a storage with a format of its own
     storage: str,  # one of `grid_storages()`
     seed: int = 0,  # of stochastic rounding
-    tensor: int = 0,  # number of the tensor in its model, so that no two draw the same
+    tensor: int = 0,  # number of the tensor in its model, below 2^32, so that no two draw the same
     granularity: str | int = "tensor",  # what shares a scale: tensor, channel (a row), a block's length, nvfp4
     counted: bool = True,  # whether writes count what they do, which takes a fifth of their time
 ) -> GridTensor:
