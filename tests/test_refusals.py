@@ -593,6 +593,16 @@ def test_codes_are_checked_when_they_are_made(make):
     refused(make, good.codes, good.scale, FORMATS["E4M3"])
 
 
+def test_codes_of_float64_are_rounded_once():
+    "Beside the middle of two values, nearer to the upper one than float32 can say."
+    x = torch.tensor([1.0625 + 1e-12, 1.0625, 256.0], dtype=torch.float64)
+    assert Codes.of(x, "E4M3").dequantize().tolist() == [1.125, 1.0, 256.0]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        y = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        one, other = Codes.of(y, "E4M3"), Codes.of(y.double(), "E4M3")
+        assert torch.equal(one.bits(), other.bits()) and torch.equal(one.scale, other.scale)
+
+
 def test_a_grid_tensor_by_name_is_written_as_codes(tmp_path):
     grid = make_grid_tensor(
         torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), "E2M5", "grid_nearest"

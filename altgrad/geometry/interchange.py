@@ -69,7 +69,8 @@ class Codes:
         """`x` rounded to nearest under scales of its own;
         `granularity` is tensor, channel (a row), or a block's length."""
         fmt, scale = get_format(fmt), scale_of(x, fmt, granularity)
-        return _coded(fake_quantize(x.detach().float(), fmt, scale), scale, fmt, granularity)
+        x = x.detach() if x.dtype == torch.float64 else x.detach().float()  # a value is rounded once
+        return _coded(fake_quantize(x, fmt, scale), scale, fmt, granularity)
 
     def bits(self) -> Tensor:
         "The codes as integers of `fmt.code_dtype`."
