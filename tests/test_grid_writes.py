@@ -14,10 +14,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.flop_counter import FlopCounterMode
 
 from altgrad.basics import InputError
+from altgrad.geometry.keeping import pack, pack_bits, unpack
 from altgrad.geometry.storage import (
     GridTensor, grid_storages, load_plain_state, make_grid_tensor, plain_state, store_on_grid,
 )
 from altgrad.model.surgery import quantize_model
+from altgrad.numbers.formats import FORMATS
 
 STORAGES = ("grid_nearest", "grid_stochastic", "grid_residual4", "grid_wide4", "bf16")
 START = torch.tensor([[1.0, -2.0, 0.5, 4.0], [0.25, 3.0, -1.5, 448.0]])  # all of E4M3, and so are their halves
@@ -268,3 +270,16 @@ def test_a_damaged_plain_state_is_refused_and_changes_nothing(part, value):
     state[f"1.weight.{part}"] = torch.full_like(state[f"1.weight.{part}"], value)
     with pytest.raises(InputError, match="1.weight"): load_plain_state(model, state)
     assert torch.equal(model[0].weight.dequantize(), START)
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.signed and f.has_zero and not f.twos_complement])
+def test_a_zero_of_either_sign_has_a_code(name):
+    "That of -0 where a format has one, else that of 0; all other values keep theirs."
+    fmt = FORMATS[name]
+    zeros = unpack(pack(torch.tensor([-0.0, 0.0]), fmt), fmt)
+    assert zeros.tolist() == [0, 0] and zeros.signbit().tolist() == [fmt.code_minus_zero is not None, False]
+
+
+@pytest.mark.parametrize("bits", [0, 3, 5, 6, 7, 16])
+def test_bits_that_do_not_fill_a_byte_are_refused(bits):
+    with pytest.raises(InputError, match="unknown number of bits"): pack_bits(torch.tensor([1], dtype=torch.int8), bits)
