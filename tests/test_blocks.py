@@ -217,8 +217,42 @@ def test_a_model_in_blocks_is_saved_and_loaded(tmp_path):
     assert held.block == 32
     assert torch.equal(held.dequantize(), dict(first.named_parameters())[name].data.dequantize())
     save_codes(first, tmp_path / "m.safetensors")
-    with pytest.raises(InputError, match="one scale that is a power"):
-        load_model(made(), tmp_path / "m.safetensors")
+    fourth = made()
+    load_model(fourth, tmp_path / "m.safetensors")
+    assert torch.equal(first(x), fourth(x))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", ["E2M1", "E4M3"])
+def test_a_file_of_blocks_goes_into_a_model_with_the_same(tmp_path, name, granularity):
+    file = tmp_path / "m.safetensors"
+    def made(seed, granularity=granularity):
+        layer = torch.nn.Linear(64, 8, bias=False)
+        w = make_grid_tensor(weight(seed), name, "grid_residual4", granularity=granularity)
+        layer.weight = torch.nn.Parameter(w)
+        return layer
+    first, second = made(0), made(1)
+    with torch.no_grad(): first.weight.mul_(9.0)
+    save_codes(first, file)
+    load_model(second, file)
+    assert torch.equal(first.weight.dequantize(), second.weight.dequantize())
+    assert torch.equal(second.weight.latent(), second.weight.dequantize())
+    for other in {"tensor", "channel", 16, 32} - {granularity}:
+        if granularity == "nvfp4" and other == 16: continue  # may be powers of two
+        third = made(1, other)
+        before = third.weight.latent()
+        with pytest.raises(InputError, match=f"does not hold {third.weight.fmt.name} codes with"):
+            load_model(third, file)
+        assert torch.equal(third.weight.latent(), before)
+
+
+def test_scales_that_a_grid_does_not_have_are_not_loaded(tmp_path):
+    layer, file = torch.nn.Linear(64, 8, bias=False), tmp_path / "m.safetensors"
+    layer.weight = torch.nn.Parameter(make_grid_tensor(weight(), E2M1, "grid_nearest", granularity=32))
+    (name, codes), = model_codes(layer).items()
+    for scale in (0.3, 1.0 + 2.0**-20, 2.0**-130):
+        save_codes({name: replace(codes, scale=torch.full_like(codes.scale, scale))}, file)
+        with pytest.raises(InputError, match="scales of blocks of 32 that its grid can hold"): load_model(layer, file)
 
 
 @pytest.mark.parametrize("how, said", [
