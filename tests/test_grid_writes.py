@@ -14,8 +14,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.flop_counter import FlopCounterMode
 
 from altgrad.basics import InputError
-from altgrad.geometry.storage import GridTensor, load_plain_state, make_grid_tensor, plain_state, store_on_grid
+from altgrad.geometry.keeping import pack, pack_bits, unpack
+from altgrad.geometry.storage import (
+    GridTensor, grid_storages, load_plain_state, make_grid_tensor, plain_state, store_on_grid,
+)
 from altgrad.model.surgery import quantize_model
+from altgrad.numbers.formats import FORMATS
 
 STORAGES = ("grid_nearest", "grid_stochastic", "grid_residual4", "grid_wide4", "bf16")
 START = torch.tensor([[1.0, -2.0, 0.5, 4.0], [0.25, 3.0, -1.5, 448.0]])  # all of E4M3, and so are their halves
@@ -140,6 +144,52 @@ def test_a_weight_keeps_type_and_shape():
 MODES = lambda: torch.device("cpu"), lambda: FlopCounterMode(display=False)
 
 
+@pytest.mark.parametrize("storage", grid_storages())
+@pytest.mark.parametrize("fmt, granularity", [("E4M3", "tensor"), ("E2M1", "tensor"), ("E5M2", 16)])
+def test_what_is_not_finite_leaves_code_and_rest_as_they_were(storage, fmt, granularity):
+    "Every bit; and what is finite beside it comes out as it does where all is."
+    drawn = torch.Generator().manual_seed(0)
+    normal = lambda: torch.randn(32, 48, generator=drawn)
+    wrong = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    a = make_grid_tensor(normal(), fmt, storage, granularity=granularity)
+    for _ in range(3): a.add_(0.03 * normal())
+    for _ in range(4):  # nothing is finite
+        before = {name: part.clone() for name, part in a.parts().items() if name != "writes"}
+        a.copy_(torch.full((32, 48), torch.nan))
+        assert all(torch.equal(a.parts()[name], part) for name, part in before.items())
+    b, old, scale = copy.deepcopy(a), a.latent(), a.scale.clone()
+    lost = torch.rand(32, 48, generator=drawn) < 0.3
+    given = old + 0.03 * normal()
+    b.copy_(torch.where(lost, old, given))
+    a.copy_(torch.where(lost, wrong[torch.arange(48) % 3], given))
+    same, there = ~lost & (b.scale == scale), lost & (a.scale == scale)
+    assert same.any() and there.any() and torch.equal(a.scale, b.scale)
+    assert torch.equal(a.latent()[same], b.latent()[same]) and torch.equal(a.dequantize()[same], b.dequantize()[same])
+    assert torch.equal(a.latent()[there], old[there])
+
+
+@pytest.mark.parametrize("copied", [torch.clone, lambda w: w.detach().clone(), copy.deepcopy, nn.Parameter.clone])
+def test_a_clone_counts_for_itself(copied):
+    w = weight()
+    with torch.no_grad():
+        w.mul_(0.5)
+        told = {name: w.how[name].clone() for name in ("counts", "nonfinite")}
+        other = copied(w)
+        assert all(torch.equal(other.how[name], value) for name, value in told.items())
+        other.fill_(torch.nan)
+        other.mul_(0.5)
+    assert all(torch.equal(w.how[name], value) for name, value in told.items())
+    assert other.how["nonfinite"] == 8 and other.how["counts"][0] == 24
+
+
+def test_where_the_scale_grows_what_was_there_is_rounded_anew():
+    w = make_grid_tensor(torch.tensor([1.0, 0.53, 0.25]), "E0M7", "grid_residual8")
+    before = w.latent()
+    w.copy_(torch.tensor([3.0, torch.nan, -torch.inf]))
+    assert w.scale == 4 and (w.latent()[1:] - before[1:]).abs().max() <= 4 / 128 / 254
+    assert (w.dequantize() / w.scale * 128).frac().eq(0).all()
+
+
 @pytest.mark.parametrize("inside", MODES)
 def test_what_is_wrong_is_seen_in_every_mode(inside):
     layer = nn.Linear(4, 2, bias=False)
@@ -220,3 +270,16 @@ def test_a_damaged_plain_state_is_refused_and_changes_nothing(part, value):
     state[f"1.weight.{part}"] = torch.full_like(state[f"1.weight.{part}"], value)
     with pytest.raises(InputError, match="1.weight"): load_plain_state(model, state)
     assert torch.equal(model[0].weight.dequantize(), START)
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.signed and f.has_zero and not f.twos_complement])
+def test_a_zero_of_either_sign_has_a_code(name):
+    "That of -0 where a format has one, else that of 0; all other values keep theirs."
+    fmt = FORMATS[name]
+    zeros = unpack(pack(torch.tensor([-0.0, 0.0]), fmt), fmt)
+    assert zeros.tolist() == [0, 0] and zeros.signbit().tolist() == [fmt.code_minus_zero is not None, False]
+
+
+@pytest.mark.parametrize("bits", [0, 3, 5, 6, 7, 16])
+def test_bits_that_do_not_fill_a_byte_are_refused(bits):
+    with pytest.raises(InputError, match="unknown number of bits"): pack_bits(torch.tensor([1], dtype=torch.int8), bits)

@@ -18,13 +18,15 @@ from altgrad.numbers.formats import EIGHT_BIT, get_format, ulp, unit_in_first_pl
 from altgrad.numbers import kernels, native
 from altgrad.numbers.kernels import rounding_key, uniform
 from altgrad.numbers.rule_loops import NAMES
+from altgrad.numbers.quantize import fake_quantize
 from altgrad.numbers.scaling import compute_scale
 from altgrad.geometry import optim
 from altgrad.geometry.spacing import (
     LineNumbers, code_coordinate, from_code_coordinate, from_line, line_numbers, power_below, stiffness,
     stiffness_floor, to_line,
 )
-from altgrad.geometry.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
+from altgrad.geometry.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD, on_grids
+from altgrad.geometry.rivals.lion import Lion
 from altgrad.geometry.storage import make_grid_tensor
 
 RULES = {
@@ -120,6 +122,41 @@ def test_bad_parameters_are_errors_and_a_refused_group_leaves_no_trace():
     with pytest.raises(InputError, match="finite"):
         optimizer.add_param_group({"params": [nn.Parameter(weights(3))], "power": float("inf")})
     assert len(optimizer.param_groups) == 1
+
+
+def towards(optimizer, p, target, drop):
+    "A closure of its own: gradients are dropped, then made anew."
+    def closure():
+        if drop == "zero_grad": optimizer.zero_grad()
+        else: p.grad = None
+        loss = (p - target).square().sum()
+        loss.backward()
+        return loss
+    return closure
+
+
+@pytest.mark.parametrize("drop", ["zero_grad", "None"])
+@pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.Adam, Lion], ids=lambda rule: rule.__name__)
+def test_on_a_grid_a_step_takes_the_gradients_of_its_closure(rule, drop):
+    "The target changes sides at every step, so that a gradient of the step before points elsewhere."
+    w = torch.linspace(-1, 1, 16)
+    made = [nn.Parameter(make_grid_tensor(w, "E4M3", "grid_residual8")) for _ in range(2)]
+    plain = nn.Parameter(made[0].latent().clone())
+    by_closure, before, theirs = (make([p], lr=0.1) for make, p in (
+        (on_grids(rule), made[0]), (on_grids(rule), made[1]), (rule, plain)))
+    for k in range(6):
+        target, length = torch.full((16,), 2.0 * (k % 2)), made[0].scale
+        with torch.no_grad(): loss = by_closure.step(towards(by_closure, made[0], target, drop))
+        assert loss == towards(before, made[1], target, drop)()
+        before.step()
+        theirs.step(towards(theirs, plain, target, drop))
+        assert torch.equal(made[0].codes, made[1].codes) and torch.equal(made[0].latent(), made[1].latent())
+        spacing = ulp(get_format("E4M3"), plain.detach().abs().max() / length) * length  # the grid's largest
+        assert ((made[0].latent() - plain).abs() <= spacing).all()
+
+
+def test_a_rule_that_needs_a_closure_is_not_for_grids():
+    with pytest.raises(InputError, match="LBFGS needs a closure"): on_grids(torch.optim.LBFGS)
 
 
 def plain_coordinate(a, n):
@@ -315,6 +352,26 @@ def test_loops_in_cpp_give_torchs_bits(with_loops, make, name):
     w[::97], w[::101], w[::103], w[::107] = 0.0, 1e-40, -3.0, -0.0
     for n in (1, 5, 3001):
         assert same_bits(moved(make, w[:n], name), moved(make, w[:n], name, eager=True)), n
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["E7M0", "E4M3", "E0M7", "E6M1"])
+def test_ties_go_to_the_even_code(name, dtype, eager):
+    "A step of half a code outwards from every value under scale one: where `fake_quantize` puts the middle."
+    fmt = get_format(name)
+    values = fmt.values[(fmt.values > 2.0**-30) & fmt.values.isfinite()].to(dtype)
+    if fmt.max > 2.0**16: values = values[values < 2]
+    middle = (values[1:] + values[:-1]) / 2
+    p = nn.Parameter(torch.cat([values[:-1], -values[:-1], values[-1:]]))
+    p.grad = -p.detach().sign() / stiffness(p.detach(), fmt)
+    p.grad[-1] = 0
+    assert compute_scale(p.detach().max(), fmt) == 1
+    before, lr = kernels.set_path("eager") if eager else "", 0.5 * ((len(p) - 1) / len(p)) ** 0.5
+    try: GridSGD([p], fmt, lr=lr, momentum=0.0, rounding="nearest").step()
+    finally:
+        if eager: kernels.set_path(before)
+    assert torch.equal(p.detach()[:-1], fake_quantize(torch.cat([middle, -middle]), fmt))
 
 
 @pytest.mark.parametrize("make", LOOPED.values(), ids=LOOPED)

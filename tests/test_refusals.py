@@ -593,6 +593,16 @@ def test_codes_are_checked_when_they_are_made(make):
     refused(make, good.codes, good.scale, FORMATS["E4M3"])
 
 
+def test_codes_of_float64_are_rounded_once():
+    "Beside the middle of two values, nearer to the upper one than float32 can say."
+    x = torch.tensor([1.0625 + 1e-12, 1.0625, 256.0], dtype=torch.float64)
+    assert Codes.of(x, "E4M3").dequantize().tolist() == [1.125, 1.0, 256.0]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        y = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        one, other = Codes.of(y, "E4M3"), Codes.of(y.double(), "E4M3")
+        assert torch.equal(one.bits(), other.bits()) and torch.equal(one.scale, other.scale)
+
+
 def test_a_grid_tensor_by_name_is_written_as_codes(tmp_path):
     grid = make_grid_tensor(
         torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), "E2M5", "grid_nearest"
@@ -672,9 +682,17 @@ def test_settings_of_a_rule_are_of_their_kind(rule, wrong):
     assert next(iter(wrong)) in refused(rule, [w], **{"fmt": "E4M3", "lr": 0.1, **wrong})
 
 
-@pytest.mark.parametrize("wrong", ({"seed": 1.5}, {"seed": -1}, {"tensor": 0.5}))
+@pytest.mark.parametrize("wrong", ({"seed": 1.5}, {"seed": -1}, {"tensor": 0.5}, {"tensor": 2**32}))
 def test_settings_of_a_grid_are_of_their_kind(wrong):
     assert next(iter(wrong)) in refused(make_grid_tensor, X, "E4M3", "grid_stochastic", **wrong)
+
+
+def test_the_last_tensor_draws_as_no_other():
+    w = torch.full((1000,), 1.03)
+    grids = [make_grid_tensor(w, "E4M3", "grid_stochastic", tensor=n) for n in (0, 1, 2**32 - 1)]
+    for grid in grids: grid.add_(0.01)
+    codes = [grid.codes.tolist() for grid in grids]
+    assert codes[0] != codes[1] != codes[2] != codes[0]
 
 
 @pytest.mark.parametrize("wrong", (

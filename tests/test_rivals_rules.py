@@ -10,6 +10,7 @@ from altgrad.evidence.instrument import (
     Arm, Bench, Weights, build_checkpoint, run_arm, state_hash,
 )
 from altgrad.geometry.catalogue import RULES
+from altgrad.geometry.rivals.average import AveragedAdamW
 from altgrad.geometry.storage import make_grid_tensor, plain_state
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.training.config import make_config
@@ -141,3 +142,16 @@ def test_torchao_int8_with_stochastic_rounding_is_e0m7_of_a_row():
         # six standard errors of 400 draws of 500 weights, no rounding error
         assert (steps.mean(0) - part).abs().max() < 6 * 0.5 / 400**0.5
         assert (steps.mean() - part.mean()).abs() < 6 * 0.5 / (400 * 500) ** 0.5
+
+
+@pytest.mark.parametrize("wrong, said", [
+    ({"decay": 5.0}, "decay must be"), ({"decay": "0.9"}, "decay must be"), ({"decay": True}, "decay must be"),
+    ({"power": 1.0}, "power must be 0"),
+])
+def test_a_group_of_averages_is_checked_as_the_constructor_is(wrong, said):
+    make = lambda: torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(InputError, match=said): AveragedAdamW([{"params": [make()], **wrong}], "E4M3")
+    rule = AveragedAdamW([make()], "E4M3", decay=0.5)
+    with pytest.raises(InputError, match=said): rule.add_param_group({"params": [make()], **wrong})
+    rule.add_param_group({"params": [make()], "decay": 0.25})
+    assert [group["decay"] for group in rule.param_groups] == [0.5, 0.25]

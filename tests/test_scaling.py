@@ -285,6 +285,19 @@ def test_a_damaged_state_changes_nothing(damage, told):
         with pytest.raises(InputError, match="the state is that of"): scaling.load_state_dict(none)
 
 
+@pytest.mark.parametrize("memory, scale", [
+    (torch.ones(3), ()), (torch.ones(17), ()), (torch.ones(()), ()), (torch.ones(16, 3), ()), (torch.ones(16), (3,)),
+])
+def test_a_memory_of_another_length_is_refused(memory, scale):
+    scaling = Scaling("E4M3", AmaxHistory(16))
+    state = scaling.state_dict() | {"memory": memory, "scale": torch.ones(scale)}
+    with pytest.raises(InputError, match="a memory of shape .* is not that of AmaxHistory") as e:
+        scaling.load_state_dict(state)
+    assert len(str(e.value).splitlines()) == 1 and scaling.memory.state is None
+    for shape in ((), (3,)):
+        scaling.load_state_dict(state | {"memory": torch.ones(16, *shape), "scale": torch.ones(shape)})
+
+
 @pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
 def test_what_is_not_a_number_changes_nothing(make):
     s = Scaling("E4M3", make())

@@ -13,7 +13,7 @@ import os
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, cast
 
 # %% ../../nbs/geometry/06_interchange.ipynb #39c30664
 import torch
@@ -69,7 +69,8 @@ class Codes:
         """`x` rounded to nearest under scales of its own;
         `granularity` is tensor, channel (a row), or a block's length."""
         fmt, scale = get_format(fmt), scale_of(x, fmt, granularity)
-        return _coded(fake_quantize(x.detach().float(), fmt, scale), scale, fmt, granularity)
+        x = x.detach() if x.dtype == torch.float64 else x.detach().float()  # a value is rounded once
+        return _coded(fake_quantize(x, fmt, scale), scale, fmt, granularity)
 
     def bits(self) -> Tensor:
         "The codes as integers of `fmt.code_dtype`."
@@ -350,25 +351,25 @@ def load_codes(
     except InputError as e: raise InputError(f"{path}: {e}") from None
 
 # %% ../../nbs/geometry/06_interchange.ipynb #2cffe37a
-def _is_of_grid(found: Codes, grid: GridTensor) -> bool:
-    "Return whether a grid can hold these codes as they are."
-    return (
-        found.fmt.spec == grid.fmt.spec
-        and grid.granularity == "tensor"
-        and not found.scale.dim()
-        and math.frexp(found.scale.item())[0] == 0.5
-    )
+def _scales_for(grid: GridTensor, found: Any) -> dict[str, Tensor] | None:
+    "The scales of these codes as a grid holds them; None where it cannot hold the codes as they are."
+    if not isinstance(found, Codes) or found.fmt.spec != grid.fmt.spec: return None
+    kind, scale = block_scales(grid.granularity), found.scale.to(grid.device)
+    if kind is None: return {"scale": scale} if not scale.dim() and math.frexp(scale.item())[0] == 0.5 else None
+    if found.block != kind.length(grid.shape): return None
+    held = kind.hold(scale, grid.scales())
+    return held if torch.equal(kind.values(held), scale) else None
 
 # %% ../../nbs/geometry/06_interchange.ipynb #bdeea170
 def _check_fits(name: str, found: Codes | Tensor, into: Tensor) -> None:
     """InputError unless what a file holds can be put into a model's
     tensor without losing anything but digits."""
     held, dtype = (found.codes, torch.float32) if isinstance(found, Codes) else (found, found.dtype)
-    if isinstance(into, GridTensor) and not (isinstance(found, Codes) and _is_of_grid(found, into)):
-        raise InputError(
-            f"{name}: the file does not hold {into.fmt.name} codes with one scale that is a power "
-            "of two"
-        )
+    if isinstance(into, GridTensor) and _scales_for(into, found) is None:
+        kind = block_scales(into.granularity)
+        scales = "one scale that is a power of two"
+        if kind is not None: scales = f"scales of blocks of {kind.length(into.shape)} that its grid can hold"
+        raise InputError(f"{name}: the file does not hold {into.fmt.name} codes with {scales}")
     if held.shape != into.shape:
         raise InputError(
             f"{name}: the file has shape {tuple(held.shape)}, the model {tuple(into.shape)}"
@@ -399,7 +400,7 @@ def _check_tied(state: Mapping[str, Codes | Tensor], own: Mapping[str, Tensor]) 
 def _enter(grid: GridTensor, found: Any) -> None:
     "Puts codes into a weight that lives on the grid; what its residual remembered is forgotten."
     codes = found.codes if grid.codes.is_floating_point() else found.bits()
-    grid.hold(codes, {"scale": found.scale})
+    grid.hold(codes, cast(dict[str, Tensor], _scales_for(grid, found)))
     if grid.residual is not None: grid.residual.zero_()
 
 # %% ../../nbs/geometry/06_interchange.ipynb #a5bcdf54
@@ -409,7 +410,7 @@ def load_model(
     path: Path | str,  # of a file that `save_codes` wrote
 ) -> None:
     """Loads the file's weights; InputError, and an untouched model, where names,
-    shapes, types or, on the grid, formats do not fit."""
+    shapes, types or, on the grid, formats or scales do not fit."""
     state, own = load_codes(path), whole_state(model)
     try:
         for name in sorted(own.keys() ^ state.keys()):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/geometry/02_keeping.ipynb #29d8eb5a
-from ..basics import operator_name
+from ..basics import operator_name, unknown
 from ..numbers.formats import FP8Format, get_format, spec_of
 from ..numbers.kernels import EXPONENT_BITS, uniform
 from ..numbers.quantize import fake_quantize
@@ -24,14 +24,15 @@ from .spacing import check_sign_magnitude
 _LAYOUT = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 52, 1023)}
 
 def pack(
-    q: Tensor,  # float32 values of the format (already divided by the scale), any shape
+    q: Tensor,  # finite float32 values of the format (already divided by the scale), any shape
     fmt: FP8Format,
 ) -> Tensor:  # uint8 or int32 codes; for bfloat16 a bfloat16 tensor
-    "The codes of values that lie on the grid."
+    "The codes of finite values that lie on the grid; of -0, where a format has none, that of 0."
     if fmt.name == "bfloat16": return q.to(torch.bfloat16)
     check_sign_magnitude(fmt)
     fits = q.dtype == torch.float32 and fmt.min_exponent > -126
     if not fits: q = q.double()
+    if fmt.code_minus_zero is None: q = q + 0.0
     whole, mantissa, bias = _LAYOUT[q.dtype]
     a, m = q.abs(), fmt.mantissa_bits
     # from the first binade on, exponent and mantissa side by side count the codes;
@@ -77,8 +78,10 @@ def pack_bits(
     x: Tensor,  # int8 of any shape, each from -2^(bits - 1) to 2^(bits - 1) - 1
     bits: int,  # of an element: 1, 2, 4 or 8
 ) -> Tensor:  # int8 of the same shape for 8 bits, else uint8 [bytes]
-    "Put small whole numbers side by side; the last byte is filled with zeros."
+    """Put small whole numbers side by side; the last byte is filled with zeros.
+    InputError for other numbers of bits."""
     if bits == 8: return x
+    if bits not in (1, 2, 4): raise unknown("number of bits", bits, ("1", "2", "4", "8"))
     each = 8 // bits
     low = torch.nn.functional.pad(x.flatten().view(torch.uint8) & 2**bits - 1, (0, -x.numel() % each))
     parts = [part << bits * i for i, part in enumerate(low.view(-1, each).unbind(1))]
@@ -154,6 +157,11 @@ class Storage:
         r = (left / gap_beside(q, left, fmt) * (2 * levels)).clamp(-levels, levels)
         whole = (r + uniform(r.shape, key, r.device)).floor().clamp(-levels, levels)
         return pack_bits(whole.to(torch.int8), self.residual_bits)
+
+    def stay(self, stays: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        "Return what is kept beside codes: `old` where `stays` (of their shape) says so, else `new`."
+        if new.shape == stays.shape: return torch.where(stays, old, new)
+        return new ^ (new ^ old) & pack_bits(-stays.to(torch.int8), self.residual_bits)  # all ones, or none
 
     def latent(self, q: Tensor, residual: Tensor | None, fmt: FP8Format) -> Tensor:
         "The value that an update starts from, given the codes' values and what was kept."

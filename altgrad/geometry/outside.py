@@ -26,7 +26,7 @@ import torch
 # %% ../../nbs/geometry/07_outside.ipynb #69cf4132
 from ..basics import InputError, one_line, tell, unknown, write_atomic
 from .catalogue import RULES, Rule, RuleSettings
-from .optim import GeometryOptimizer
+from .optim import GeometryOptimizer, needs_closure
 from .keeping import Storage
 from .storage import STORAGES, make_grid_tensor
 
@@ -199,9 +199,7 @@ def _try(full: str, rule: Rule) -> None:
     settings = RuleSettings(fmt="E4M3", lr=rule.guess)
     try: optimizer = rule.build([weight], settings)
     except Exception as e: raise InputError(f"{full} cannot be made: {_said(e)}") from None
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure and closure.default is closure.empty:
-        raise InputError(f"{full} needs a closure: a step here has one gradient")
+    if needs_closure(optimizer): raise InputError(f"{full} needs a closure: a step here has one gradient")
     before = weight.detach().clone()
     for _ in range(3):
         weight.grad = torch.linspace(1, -0.5, 64).view(8, 8)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # %% ../../nbs/geometry/03_storage.ipynb #9a3cd6be
 from ..basics import InputError, unknown
-from ..numbers.blocks import block_scales, grown, roomier
+from ..numbers.blocks import block_scales, grown, largest_scale, roomier
 from ..numbers.formats import WIDE, FP8Format, check_float, check_seed, kind_of, signed_format
 from ..numbers.kernels import (CHUNK, batch_noise, first_bits, is_readable, kernel, native,
                                      note_eager, plan,
@@ -229,15 +229,21 @@ def encode(
     before: Tensor,  # its `latent()`, of the same shape
     held: Mapping[str, Tensor],  # the scales that it is to have, in the shapes in which they are held
     key: int | Tensor,  # a scalar as a tensor
+    stays: Tensor | None = None,  # where code and what is beside it are to stay, unless the scale grows; shape of `to`
 ) -> Tensor:  # codes, shape of `to`
     "Round values, count what that does, and keep what is remembered beside their codes."
     kind, fmt = to.kind, to.fmt
-    inner = w / _spread(held, to.granularity, to.shape)
+    scale = _spread(held, to.granularity, to.shape)
+    inner = w / scale
     rounded = kind.round(inner, fmt, key)
     codes = pack(rounded, fmt)
+    if stays is not None:
+        stays = stays & (scale <= to.scale)
+        codes = torch.where(stays, to.codes, codes)
     if "counts" in to.how: to.how["counts"] += _write_counts(to, before, w, rounded, codes)
     if to.residual is not None:
-        to.residual.copy_(cast(Tensor, kind.remember(inner, rounded, fmt, key)))
+        beside = cast(Tensor, kind.remember(inner, rounded, fmt, key))
+        to.residual.copy_(beside if stays is None else kind.stay(stays, to.residual, beside))
     return codes
 
 # %% ../../nbs/geometry/03_storage.ipynb #bbe05e19
@@ -247,15 +253,17 @@ def write(
     w: Tensor,  # the new values before rounding, shape and dtype of `to`
     before: Tensor | None = None,  # its `latent()`, shape of `to`, where that is at hand
 ) -> None:
-    """Round `w` into `to`, growing its scale where that is needed;
-    what is not finite leaves its code as it was."""
-    how = to.how
+    """Round `w` into `to`, growing its scale where that is needed; what is not finite leaves its code, and what
+    is beside it, as it was; where its scale grows, the value that was there is rounded anew."""
+    how, given = to.how, w
     if before is None: before = to.latent()
     w = kept_finite(w, before, how)
     key = rounding_key(how["seed"], int(to.writes), how["tensor"])
     old = to.scale
-    held = grown_scales(to, w, old, key)
-    codes = encode(to, w, before, held, key)
+    # a code without anything beside it is rounded to itself
+    stays = None if w is given or to.residual is None else ~given.isfinite()
+    held = grown_scales(to, w if stays is None else torch.where(stays, 0, w), old, key)
+    codes = encode(to, w, before, held, key, stays)
     to.rescales += (_spread(held, to.granularity, to.shape) > old).any()
     to.hold(codes, held)
     to.writes += 1
@@ -372,14 +380,17 @@ def part_of(x: Any) -> Any:
     return x.as_subclass(WeightPart) if plain else x
 
 # %% ../../nbs/geometry/03_storage.ipynb #1ad184ae
+def _own(named: Mapping[str, Any]) -> dict[str, Any]:
+    "The same, with copies of its tensors."
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in named.items()}
+
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Reads unpack; an operation that writes a `GridTensor` computes on the
     unpacked values and writes them back, rounded once."""
     if func in _KEEP: return GridTensor(**args[0].parts(), how=args[0].how)
     if func is torch.ops.aten.clone.default and not kwargs:
-        return GridTensor(
-            **{name: part.clone() for name, part in args[0].parts().items()}, how=args[0].how
-        )
+        how = args[0].how  # a compiler takes none of its tensors
+        return GridTensor(**_own(args[0].parts()), how=_own(how) if _has_values(args[0].held_codes) else how)
     if func is torch.ops.aten.copy_.default and _alike(*args[:2]): return _copy(*args[:2])
     if func is torch.ops.aten.copy_.default and isinstance(args[0], GridTensor):
         if args[0].how.get("afresh"): return _copy(args[0], _made_alike(args[0], _plain(args[1])))
@@ -429,7 +440,9 @@ def _first_scales(
     "The scales that a weight starts with, as they are held."
     scales = block_scales(granularity)
     if kind.fmt: return {"scale": torch.ones((), device=w.device, dtype=w.dtype)}
-    if scales is None: return {"scale": compute_scale(w.abs().amax(), fmt).to(w.dtype, copy=True)}
+    if scales is None:
+        scale = compute_scale(w.abs().amax(), fmt).clamp(max=largest_scale(fmt))
+        return {"scale": scale.to(w.dtype, copy=True)}
     if w.dtype == torch.float32 and w.dim() == 2 and w.numel(): return scales.start(w, fmt)
     raise InputError(
         f"granularity {granularity} is for float32 weights [out, in], not {kind_of(w)} "
@@ -448,7 +461,7 @@ def _check_weight(w: Any) -> None:
 
 def _check_numbers(seed: object, tensor: object) -> None:
     check_seed(seed)
-    check_seed(tensor, "tensor")
+    check_seed(tensor, "tensor", 32)
 
 # %% ../../nbs/geometry/03_storage.ipynb #eeeeaabe
 def make_grid_tensor(
@@ -456,7 +469,7 @@ def make_grid_tensor(
     fmt: FP8Format | str,  # with a sign; ignored by a storage with a format of its own
     storage: str,  # one of `grid_storages()`
     seed: int = 0,  # of stochastic rounding
-    tensor: int = 0,  # number of the tensor in its model, so that no two draw the same
+    tensor: int = 0,  # number of the tensor in its model, below 2^32, so that no two draw the same
     granularity: str | int = "tensor",  # what shares a scale: tensor, channel (a row), a block's length, nvfp4
     counted: bool = True,  # whether writes count what they do, which takes a fifth of their time
 ) -> GridTensor:

@@ -343,10 +343,11 @@ def is_whole(
 def check_seed(
     value: object,
     what: str = "seed",  # for the error
+    bits: int = 63,  # of the largest
 ) -> None:
     "InputError for what counter-based random numbers cannot begin from."
-    if is_whole(value, 0, 2**63 - 1): return
-    raise InputError(f"{what} must be a whole number from 0 to 2^63 - 1, not {value!r}")
+    if is_whole(value, 0, 2**bits - 1): return
+    raise InputError(f"{what} must be a whole number from 0 to 2^{bits} - 1, not {value!r}")
 
 # %% ../../nbs/numbers/00_formats.ipynb #e0c0c6bf
 def kind_of(

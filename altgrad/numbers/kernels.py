@@ -211,10 +211,11 @@ def _mix(h: Tensor | int) -> Tensor | int:
 # %% ../../nbs/numbers/02_kernels.ipynb #524ffcd5
 def rounding_key(
     seed: int,  # of the run
-    step: int | Tensor = 0,  # the update; a scalar int64 tensor where a compiled step must not depend on its value
-    tensor: int = 0,  # number of the tensor in its model
+    step: int | Tensor = 0,  # the update, below 2^32; a scalar int64 tensor where compiled code must not depend on it
+    tensor: int = 0,  # number of the tensor in its model, below 2^32
 ) -> int | Tensor:  # 62 bits; a tensor if `step` is one
-    "A key for stochastic rounding: different for every seed, step and tensor."
+    """A key for stochastic rounding. Of a step and a tensor the lower 32 bits count: below 2^32 all keys are
+    distinct but for chance."""
     low: Any = 0  # two words, because a tensor meets no number beyond int64 then
     high: Any = 0
     for word in (seed & _M32, seed >> 32 & _M32, step & _M32, tensor & _M32):

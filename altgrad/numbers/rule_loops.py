@@ -228,7 +228,11 @@ NOINLINE static void to_codes(float* __restrict w, int64_t n, const Line& at, co
   const uint32_t key[2] = {call.key[0], call.key[1]};
   for (int64_t i = 0; i < n; i++) {
     const float spacing = stiffness<true>(std::fabs(w[i]), l.unit, l.spacing, l.high);
-    const float steps = w[i] / spacing, whole = CHANCE ? std::floor(steps) : std::nearbyint(steps);
+    const float steps = w[i] / spacing;
+    // without mantissa bits the code between two powers of two is even by its exponent
+    const bool odd = (bits(spacing) ^ bits(l.spacing)) >> 23 & 1;
+    const bool inwards = l.unit == 1 && std::fabs(steps) == 1.5f && odd;
+    const float whole = CHANCE ? std::floor(steps) : inwards ? with_sign(1.f, steps) : std::nearbyint(steps);
     const float down = CHANCE && draw(first + i, key, 24) < steps - whole ? -1.f : 0.f;
     w[i] = (whole - down) * spacing;  // so that -0 stays what it is
   }

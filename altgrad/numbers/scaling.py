@@ -220,6 +220,10 @@ class AmaxMemory:
 
     def _enter(self, old: Tensor, new: Tensor) -> Tensor: raise NotImplementedError
 
+    def _fits(self, state: Tensor, shape: torch.Size) -> bool:
+        "Whether it may keep this of amaxes of a shape."
+        return True
+
     @property
     def amax(self) -> Tensor:
         """The amax that stands for the past, of the shape of one update;
@@ -264,6 +268,8 @@ class AmaxHistory(AmaxMemory):
     def _start(self, new): return new.new_zeros(self.length, *new.shape)
 
     def _enter(self, old, new): return torch.cat([old[1:], new[None]])
+
+    def _fits(self, state, shape): return state.shape == (self.length, *shape)
 
     @property
     def amax(self) -> Tensor:
@@ -372,7 +378,11 @@ class Scaling:
         told = state.get("recipe") if isinstance(state, dict) else None
         if told != repr(self): raise InputError(f"the state is that of {told}, not of {self!r}")
         _check_state(state)
-        self.memory.state, self.scale = state["memory"], state["scale"]
+        memory, scale = state["memory"], state["scale"]
+        if memory is not None and not self.memory._fits(memory, scale.shape):
+            raise InputError(f"a memory of shape {tuple(memory.shape)} is not that of {self.memory} for a scale of "
+                             f"shape {tuple(scale.shape)}")
+        self.memory.state, self.scale = memory, scale
 
     def __repr__(self):
         return f"Scaling({self.fmt.name}, {self.memory}, margin={self.margin}, kind={self.kind!r})"

@@ -17,6 +17,11 @@ from ...numbers.formats import FP8Format
 from ..optim import Job, StiffnessAdamW
 
 # %% ../../../nbs/geometry/rivals/05_average.ipynb #43a4354d
+def _check_decay(decay: Any) -> None:
+    "InputError unless an average can forget at this rate."
+    if type(decay) in (int, float) and 0 <= decay < 1: return
+    raise InputError(f"decay must be a number from 0 to below 1, not {decay!r}")
+
 class AveragedAdamW(StiffnessAdamW):
     "AdamW, and beside every weight the exponential moving average of what was stored."
     def __init__(
@@ -32,14 +37,18 @@ class AveragedAdamW(StiffnessAdamW):
         skip_nonfinite: bool = False,  # leave everything as it is when a gradient is not finite (waits for the device)
         compiled: bool = False,  # use torch.compile
     ):
-        if not 0 <= decay < 1:
-            raise InputError(f"decay must be a number from 0 to below 1, not {decay!r}")
+        _check_decay(decay)
         super().__init__(
             params, fmt, lr, betas, eps, weight_decay, power=0.0, skip_nonfinite=skip_nonfinite,
             compiled=compiled,
         )
         self.defaults["decay"] = decay
         for group in self.param_groups: group.setdefault("decay", decay)
+
+    def check(self, group: dict[str, Any]) -> None:
+        super().check(group)
+        _check_decay(group.get("decay", 0.0))
+        if group["power"]: raise InputError("AveragedAdamW is AdamW's step: power must be 0")
 
     def stored(self, job: Job, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
         w = p.latent() if job.on_grid else p.detach()
