@@ -887,6 +887,32 @@ def test_a_closure_that_is_never_called_and_one_that_fails():
     assert recorder.cause is None and not recorder.stopped
 
 
+@pytest.mark.parametrize("where", ("step", "closure"))
+@pytest.mark.parametrize("every", (1, 4))
+def test_a_step_that_fails_takes_no_other_step_with_it(where, every):
+    class Nested(torch.optim.AdamW):
+        def step(self, closure=None):
+            if where == "step" and i == 2: raise ArithmeticError
+            return super().step(closure)
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # from now on its step calls hooks, too
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+    optimizer = Nested(model.parameters(), lr=1e-3)
+    def closure():
+        optimizer.zero_grad()
+        recorder.loss(model(torch.randn(16, 4)).square().mean()).backward()
+        if where == "closure" and i == 2: raise ArithmeticError
+    with altgrad.record(model, optimizer, every=every) as recorder:
+        for i in range(8):
+            if where == "step": closure()
+            try: optimizer.step(closure if where == "closure" else None)
+            except ArithmeticError: pass
+    # the iteration that made no step is part of the next one
+    assert recorder.cause is None and recorder.recording.steps == list(range(1, 8))
+    moved = recorder.recording.get("0", "weight update", "reference")
+    assert np.isfinite(moved).all()
+
+
 # optimizers that a recorder was not given
 
 

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['WRAPPERS', 'RELEASED', 'SHOWN', 'optimizers_in', 'parts_of_loop', 'unwrapped', 'names_of', 'check_pair',
-           'check_every', 'releases', 'local', 'codes_of', 'values_of', 'sampled', 'rich_table', 'LoopMeter', 'InLoop',
-           'in_transformers', 'in_lightning']
+           'check_every', 'releases', 'local', 'codes_of', 'values_of', 'sampled', 'rich_table', 'OpenStep',
+           'LoopMeter', 'InLoop', 'in_transformers', 'in_lightning']
 
 # %% ../../nbs/watching/15_loops.ipynb #51161912
 import math
 import re
+import sys
 import weakref
 from collections import Counter
 from functools import cache
@@ -176,6 +177,35 @@ def rich_table(
     for name in rows[0]: table.add_column(Text(name), overflow="fold")
     for row in rows[:SHOWN]: table.add_row(*map(Text, row.values()))
     return table
+
+# %% ../../nbs/watching/15_loops.ipynb #5f6c2e52
+_TORCHS = Optimizer.profile_hook_step.__code__.co_filename  # where torch calls the hooks of a step
+
+class OpenStep:
+    "Which step of an optimizer is being made. One that raised is over, though torch calls no hook after it."
+    def __init__(self):
+        self.call: Any = None  # the frame in which torch makes the outermost step
+
+    def enter(self) -> bool:
+        "Before a step: return whether it is within another one of the same optimizer, and part of it."
+        found = above = self._calling()
+        while above is not None and above is not self.call: above = above.f_back
+        if above is None: self.call = found
+        return above is not None
+
+    def leave(self) -> bool:
+        "After a step: return whether it was the outermost one."
+        if self._calling() is not self.call: return False
+        self.call = None
+        return True
+
+    def _calling(self) -> Any:
+        "The frame that calls this hook; None where a compiler writes the step down."
+        if torch.compiler.is_compiling(): return None
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != _TORCHS: frame = frame.f_back
+        return frame
+
 
 # %% ../../nbs/watching/15_loops.ipynb #1b580d9a
 class _Others:

@@ -25,7 +25,7 @@ from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
 from .attempt import by_element, precision_of
 from .cause import Cause, Usual, diverges, first_cause, is_broken, suspects
-from .loops import (RELEASED, LoopMeter, check_every, check_pair, codes_of,
+from .loops import (RELEASED, LoopMeter, OpenStep, check_every, check_pair, codes_of,
                                     in_lightning, in_transformers, parts_of_loop, releases,
                                     rich_table, sampled, unwrapped, values_of)
 from .recording import (INDEX, Recording, extreme, first_look, merge, note,
@@ -413,14 +413,12 @@ class _Steps:
         self.r, self.number, self.optimizer = recorder, number, optimizer
         self.kept: list[tuple[str, _Before, dict]] = []
         self.samples: list[tuple[str, Any, Tensor]] = []  # the same of a step that is not measured
-        self.depth, self.returned, self.looks = 0, True, 0
+        self.open, self.looks = OpenStep(), 0
 
     def enter(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Before a step. Gradients that a closure makes are looked at where it ends: then the
         step's arguments are returned with another closure."""
-        inside = self.depth > 0 and not self.returned  # a step within a step is part of it
-        self.depth, self.returned = (self.depth + 1 if inside else 1), False
-        if inside or self.r.stopped: return None
+        if self.open.enter() or self.r.stopped: return None  # a step within a step is part of it
         self.kept, self.samples, self.looks = [], [], 0
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self.watched(kwargs["closure"])}
@@ -439,8 +437,7 @@ class _Steps:
 
     def leave(self, *args: Any) -> None:
         "After a step."
-        self.depth, self.returned = self.depth - 1, True
-        if not self.depth: self.r._guarded(self.after)
+        if self.open.leave(): self.r._guarded(self.after)
 
     @torch.no_grad()
     def before(self) -> None:
