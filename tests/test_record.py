@@ -705,6 +705,42 @@ def test_an_optimizer_that_rests_ends_no_step_and_holds_none_up(each):
     assert 22 <= len(recorder.recording.steps) <= 24 and recorder.cause is None
 
 
+def two_paces(every: int, parts: bool, cleared: str) -> Recorder:
+    """A loop whose second optimizer steps once in three batches. Gradients are cleared after a step, or
+    before the first backward pass that follows it; or those of one optimizer never are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    ahead, behind = model[:2], model[2:]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (behind, ahead)]
+    with altgrad.record(model, optimizers, every=every) as recorder:
+        for batch in range(1, 34):
+            x = torch.randn(8, 8)
+            loss = (behind(ahead(x)) if parts else model(x)).square().mean()
+            for n, optimizer in enumerate(optimizers):
+                if cleared == "before" and (n == 0 or batch % 3 == 1): optimizer.zero_grad()
+            recorder.loss(loss).backward()
+            for n, optimizer in enumerate(optimizers):
+                if n and batch % 3: continue
+                optimizer.step()
+                if cleared == "after" or cleared == f"not {1 - n}": optimizer.zero_grad()
+    assert not recorder.stopped
+    return recorder
+
+
+@pytest.mark.parametrize("cleared", ("after", "before"))
+@pytest.mark.parametrize("parts", (False, True))
+@pytest.mark.parametrize("every", (1, 2, 5, 10))
+def test_an_optimizer_that_accumulates_beside_another_is_not_accused(every, parts, cleared):
+    assert two_paces(every, parts, cleared).cause is None
+
+
+@pytest.mark.parametrize("cleared", ("not 0", "not 1"))
+@pytest.mark.parametrize("every", (1, 2, 5, 10))
+def test_one_of_two_optimizers_whose_gradients_are_never_cleared_is_named(every, cleared):
+    cause = two_paces(every, False, cleared).cause
+    assert cause is not None and cause.kind == "gradients not cleared"
+
+
 def test_a_model_that_is_used_by_its_parts_is_recorded():
     "Its own forward is never called, as in Lightning's training_step."
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})

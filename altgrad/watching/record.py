@@ -214,6 +214,7 @@ class _Row:
         self.notes: list[tuple[tuple[str, str], str, Any]] = []
         self.held: dict[str, dict[str, Tensor]] = {}  # for a dump
         self.called: set[str] = set()
+        self.looked = False  # whether it was seen what gradients a backward pass began with
 
     def add(self, layer: str, tensor: str, stats: Tensor, spots: Tensor) -> None:
         "Enter what `first_look` gave; parts of the same step are merged in the end."
@@ -310,9 +311,13 @@ class _Forward:
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         "After a forward pass of the whole model: models of transformers return their loss."
+        r = self.r
+        if r._row is None or not torch.is_grad_enabled(): return
         loss = out.get("loss") if isinstance(out, dict) else None
-        if self.r._row is None or not torch.is_grad_enabled() or not isinstance(loss, Tensor): return
-        self.r._row.returned.append(loss.detach())
+        if isinstance(loss, Tensor): r._row.returned.append(loss.detach())
+        if len(r.optimizers) == 1: return  # then a step that is measured shows by itself what it began with
+        y = next((y for y in _floats(out) if y.requires_grad), None)
+        if y is not None: y.register_hook(lambda g: r._guarded(self.look))
 
     def layer(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         "After a layer's forward pass."
@@ -382,12 +387,18 @@ class _Forward:
         "When the gradient of a layer's output is known."
         r, row = self.r, self.r._row
         if row is None or not g.numel(): return
-        if not r._backward:
-            r._backward = True
-            r._fresh = {i: True for i in range(len(r.optimizers))}
-            r._old = {i for i, o in enumerate(r.optimizers) if _is_stale(r, o)}
+        self.look()
         if held: held["gradient"] = g.detach().clone()
         self.add(name, "gradient", g, first_look(g))
+
+    def look(self) -> None:
+        "When a backward pass begins: whose gradients are still those of the last step."
+        r = self.r
+        if r._row is None or r._backward: return
+        r._backward, r._row.looked = True, True
+        r._fresh = {i: True for i in range(len(r.optimizers))}
+        r._used = {i for i in r._used if _is_stale(r, r.optimizers[i])}
+        r._old = set(r._used)
 
     def add(self, layer: str, tensor: str, x: Tensor, found: tuple[Tensor, Tensor]) -> None:
         "Enter what was seen of a tensor, and its dtype."
@@ -453,7 +464,7 @@ class _Steps:
         "Count a step, and say whether its gradients are new."
         r = self.r
         row.facts["steps"] += 1
-        if self.number in r._old: row.facts["stale"] = True
+        if row.looked and self.number in r._old: row.facts["stale"] = True
         again = row.full and r._fresh.get(self.number) is False
         if again: row.facts["repeated"] = True
         elif self.number in r._stepped: r._in_turn = set(r._stepped)  # the others do not come
@@ -499,6 +510,8 @@ class _Steps:
         if row is None: return
         if not self.looks: row.facts["steps"] += 1  # it has a closure, and never called it
         r._stepped.add(self.number)
+        r._used.add(self.number)
+        r._old.discard(self.number)
         r._backward, r._fresh[self.number] = False, False
         for _, p, name, main in self.held(row):
             left = extreme(codes_of(p))
@@ -564,7 +577,10 @@ class Recorder(LoopMeter):
         self._backward = False
         self._stepped: set[int] = set()  # optimizers that made a step since the row began
         self._in_turn = set(range(len(optimizers)))  # those that a step waits for
-        self._old: set[int] = set()  # optimizers whose gradients were there before the backward pass
+        # optimizers that made a step since their gradients were seen to be gone, and those of them whose
+        # gradients were there when the last backward pass began
+        self._used: set[int] = set()
+        self._old: set[int] = set()
         self.released = False  # whether gradients were gone before a step
         self._risen = False  # whether a loss was seen to rise
         self._due = False  # whether that is to be told after the next measured step
@@ -678,9 +694,9 @@ class Recorder(LoopMeter):
     def _close(self) -> None:
         "End a step, and look whether it broke."
         row, self._row = self._row, None
-        self._stepped = set()
+        stepped, self._stepped = self._stepped, set()
         if row is None: return
-        self._old = set()
+        if not row.looked: self._used &= stepped  # of the others it is not known any more
         closed = row.close()
         self._rows.append(closed)
         self._first = self._first or closed
