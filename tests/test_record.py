@@ -16,6 +16,7 @@ import faults
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -703,6 +704,46 @@ def test_an_optimizer_that_rests_ends_no_step_and_holds_none_up(each):
             for o in optimizers: o.zero_grad()
     # the first iteration waits for the second optimizer, which does not come
     assert 22 <= len(recorder.recording.steps) <= 24 and recorder.cause is None
+
+
+class Overflows(nn.Linear):
+    "A layer whose results are infinite when `now` is set."
+    now = False
+
+    def forward(self, x): return super().forward(x) * (math.inf if self.now else 1.0)
+
+
+class Checkpointed(nn.Module):
+    "Blocks of which a checkpoint, of one kind or the other, keeps no results; None: without."
+    def __init__(self, reentrant: bool | None):
+        super().__init__()
+        self.into, self.out, self.reentrant = nn.Linear(4, 8), nn.Linear(8, 1), reentrant
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), Overflows(8, 8)) for _ in range(4))
+        self.attend = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        x = self.into(x)
+        attended = lambda x: self.attend(x, x, x, need_weights=False)[0]
+        for block in (*self.blocks, attended):
+            if self.reentrant is None: x = block(x)
+            else: x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("every", (1, 10))
+def test_layers_in_a_checkpoint_have_the_places_of_the_forward_pass(every):
+    found = {}
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        model = Checkpointed(reentrant)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with altgrad.record(model, optimizer, every=every) as recorder:
+            for step in range(1, 8):
+                model.blocks[1][1].now = step == 6
+                loop(model, optimizer, 1, torch.randn(3, 4))
+        found[reentrant] = [layer["name"] for layer in recorder.recording.layers]
+        assert (recorder.cause.layer, recorder.cause.step) == ("blocks.1.1", 6) and not recorder.stopped
+    assert found[True] == found[False] == found[None]
 
 
 def two_paces(every: int, parts: bool, cleared: str) -> Recorder:

@@ -322,7 +322,7 @@ class _Forward:
     def layer(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         "After a layer's forward pass."
         r = self.r
-        if not torch.is_grad_enabled(): return
+        if not torch.is_grad_enabled(): return self.meet(name, module)
         if torch.compiler.is_compiling(): raise InputError("a part of the model is compiled")
         if r._row is None or r._over(): self.begin()  # somebody calls layers, and not the model
         if (row := r._row) is None: return
@@ -330,6 +330,14 @@ class _Forward:
         self.seen(row, name, module, x, y)
         if isinstance(module, nn.MultiheadAttention):
             self.attention(row, name, module, args, kwargs, y)
+
+    def meet(self, name: str, module: nn.Module) -> None:
+        "Take note of a layer's place. A checkpoint calls it without gradients, and backward again."
+        r = self.r
+        if r._row is None or name in r._places: return
+        r._places[name] = len(r._places)
+        if not isinstance(module, nn.MultiheadAttention): return
+        r._places.setdefault(r._owner(module.out_proj.weight)[0], len(r._places))
 
     def attention(self, row: _Row, name: str, module: Any, args: Any, kwargs: Any,
                   y: Any) -> None:
@@ -343,7 +351,10 @@ class _Forward:
     def seen(self, row: _Row, name: str, module: nn.Module, x: Any, y: Any) -> None:
         "A layer's weights, the first tensor that it was given, and the first that it returned."
         r = self.r
-        if name not in r.facts_of_layers: r.facts_of_layers[name] = _facts_of(name, module)
+        if name not in r.facts_of_layers:
+            self.meet(name, module)
+            r.facts_of_layers[name] = _facts_of(name, module)
+            r.facts_of_layers = dict(sorted(r.facts_of_layers.items(), key=lambda i: r._places[i[0]]))
         if getattr(module, "running_mean", None) is not None and not module.training:
             r.facts_of_layers[name]["stored"] = True  # it divides by stored statistics
         if name not in row.called: self.weights(row, name, module)
@@ -565,6 +576,7 @@ class Recorder(LoopMeter):
         self.saved = ""  # the folder, once something was written
         self.steps = 0
         self.facts_of_layers: dict[str, dict[str, Any]] = {}  # in the order of their first calls
+        self._places: dict[str, int] = {}  # of layers in this order
         self.dtypes: dict[str, str] = {}
         self.forgotten: list[str] = []
         self._first: tuple | None = None
