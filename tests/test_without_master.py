@@ -324,6 +324,38 @@ def test_stall_watches_it():
     assert row.stored == "E4M3" and not row.note and 0.9 < row.arrived < 1.1
 
 
+@pytest.mark.parametrize("released", (False, True))
+@pytest.mark.parametrize("rule", (torch.optim.AdamW, torch.optim.SGD, Lion), ids=lambda r: r.__name__)
+def test_what_is_unfrozen_later_trains_as_torch_trains_it(rule, released):
+    model = network()
+    late = [p.requires_grad_(False) for layer in model[:3] for p in layer.parameters()]
+    began, torchs = [p.clone() for p in late], [nn.Parameter(p.clone()) for p in late]
+    own = {"momentum": 0.9} if rule is torch.optim.SGD else {}
+    optimizer = altgrad.without_master(model, rule, lr=1e-2, moments=32, release_gradients=released, **own)
+    grads: dict[int, torch.Tensor] = {}
+    for n, p in enumerate(late):
+        p.requires_grad_(True).register_hook(lambda g, n=n: grads.__setitem__(n, g.clone()))
+        p.requires_grad_(False)
+    theirs = rule(torchs, lr=1e-2, **own)
+    for step in range(10):
+        if step == 5:
+            assert equal(late, began) and not any(p in optimizer.state for p in late)
+            for p in late: p.requires_grad_(True)
+        train(model, optimizer, range(step, step + 1))
+        for n, g in grads.items(): torchs[n].grad = g
+        theirs.step()
+    assert type(model[2]) is nn.Linear and type(model[4]) is GridLinear
+    assert equal(late, torchs) and not any(torch.equal(p, was) for p, was in zip(late, began))
+
+
+def test_what_is_unfrozen_in_bfloat16_has_no_moments_in_eight_bits():
+    model = network()
+    model[0].bfloat16().requires_grad_(False)
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-2)
+    model[0].weight.requires_grad_(True).grad = torch.ones_like(model[0].weight)
+    with pytest.raises(InputError, match="moments in eight bits are made from float32"): optimizer.step()
+
+
 # checkpoints
 
 
