@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.optim.swa_utils
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils._pytree import tree_leaves
@@ -511,6 +512,25 @@ def test_another_type_is_refused(change):
         getattr(model, change)()
     assert isinstance(model.to("cpu").float().train().eval()[2].weight, GridTensor)
     assert list(model[2]._parameters) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_an_average_that_is_made_first_is_one_of_decoded_weights_in_float32(bits):
+    model = network()
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))
+    optimizer = altgrad.without_master(model, ADAMW, lr=1e-2, bits=bits)
+    sums = {name: 0.0 for name in grid_weights(model)}
+    for step in range(30):
+        train(model, optimizer, range(step, step + 1))
+        average.update_parameters(model)
+        for name, grid in grid_weights(model).items():
+            now = grid.dequantize().double()
+            sums[name] = now if step == 0 else 0.99 * sums[name] + 0.01 * now
+    for name, exact in sums.items():
+        kept = average.module.get_parameter(name)
+        assert type(kept.data) is torch.Tensor and kept.dtype == torch.float32
+        assert (kept - exact).abs().max() < 1e-5 * exact.abs().max()
+        assert not torch.equal(kept, model.get_parameter(name).dequantize())
 
 
 # other processes, and the compiler
