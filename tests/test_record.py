@@ -969,18 +969,19 @@ def test_a_closure_that_is_never_called_and_one_that_fails():
 def test_a_step_that_fails_takes_no_other_step_with_it(where, every):
     class Nested(torch.optim.AdamW):
         def step(self, closure=None):
-            if where == "step" and i == 2: raise ArithmeticError
+            if where == "step" and now["fails"]: raise ArithmeticError
             return super().step(closure)
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # from now on its step calls hooks, too
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
-    optimizer = Nested(model.parameters(), lr=1e-3)
+    optimizer, now = Nested(model.parameters(), lr=1e-3), {"fails": False}
     def closure():
         optimizer.zero_grad()
         recorder.loss(model(torch.randn(16, 4)).square().mean()).backward()
-        if where == "closure" and i == 2: raise ArithmeticError
+        if where == "closure" and now["fails"]: raise ArithmeticError
     with altgrad.record(model, optimizer, every=every) as recorder:
         for i in range(8):
+            now["fails"] = i == 2
             if where == "step": closure()
             try: optimizer.step(closure if where == "closure" else None)
             except ArithmeticError: pass

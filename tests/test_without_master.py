@@ -793,6 +793,7 @@ def parts(model) -> list:
 @pytest.mark.parametrize("make, optimizer, settings, told", (
     (nn.ReLU, ADAMW, {}, "the model has no parameters"),
     (lambda: nn.Conv2d(3, 3, 3), ADAMW, {}, "no nn.Linear to train on a grid: .* in Conv2d"),
+    (network, ADAMW, dict(capturable=True), "a step of AdamW fails: If capturable=True"),
     (frozen, ADAMW, {}, "every nn.Linear is frozen, so that none trains on a grid: "),
     (network, ADAMW, {"skip": "*"}, "every nn.Linear is left alone by skip, so that none .*: 2, 4, 5"),
     (tied, ADAMW, {}, "1.weight is tied to 2.weight, .* name its layers in skip"),

@@ -657,7 +657,8 @@ def _try_moments(kind: Any, settings: dict[str, Any], device: torch.device) -> N
     with torch.random.fork_rng(devices=[]):
         built = _built(kind, [weight], settings)
         try: built.step()
-        except RuntimeError as e: raise InputError(f"a step of {kind.__name__} fails: {one_line(str(e))}") from None
+        except (AssertionError, RuntimeError) as e:
+            raise InputError(f"a step of {kind.__name__} fails: {one_line(str(e))}") from None
 
 # %% ../../nbs/model/05_without_master.ipynb #b22663ed
 def _refuse_release(rule: type) -> None:

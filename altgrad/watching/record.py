@@ -25,9 +25,10 @@ from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
 from .attempt import by_element, precision_of
 from .cause import Cause, Usual, diverges, first_cause, is_broken, suspects
-from .loops import (RELEASED, LoopMeter, OpenStep, check_every, check_pair, codes_of,
+from .loops import (RELEASED, LoopMeter, OpenStep, check_pair, codes_of,
                                     in_lightning, in_transformers, parts_of_loop, releases,
                                     rich_table, sampled, unwrapped, values_of)
+from .monitors import check_every
 from .recording import (INDEX, Recording, extreme, first_look, merge, note,
                                         plot_recording, with_shares, write_recording)
 from .what_if import write_dump
@@ -396,8 +397,7 @@ class _Forward:
 
     def gradient(self, name: str, g: Tensor, held: dict[str, Tensor]) -> None:
         "When the gradient of a layer's output is known."
-        r, row = self.r, self.r._row
-        if row is None or not g.numel(): return
+        if self.r._row is None or not g.numel(): return
         self.look()
         if held: held["gradient"] = g.detach().clone()
         self.add(name, "gradient", g, first_look(g))

@@ -22,9 +22,10 @@ from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
 from .attempt import (AT_A_TIME, Attempt, Precision, attempt, attempt_alone, by_element,
                                       decay_moves, half_gap, moves, precision_of)
-from .loops import (RELEASED, LoopMeter, OpenStep, check_every, check_pair, codes_of,
-                                    in_lightning, in_transformers, local, names_of, parts_of_loop,
+from .loops import (RELEASED, LoopMeter, OpenStep, check_pair, codes_of, in_lightning,
+                                    in_transformers, local, names_of, parts_of_loop,
                                     releases, rich_table, sampled, values_of)
+from .monitors import check_every
 
 # %% ../../nbs/watching/10_stall.ipynb #12572b88
 ATTEMPTED = (  # sums that an attempt has
