@@ -293,7 +293,13 @@ def _in_channels(x: Tensor) -> tuple[Tensor, Tensor]: return first_look(x, chann
 # %% ../../nbs/watching/13_record.ipynb #17526662
 class _Forward:
     "What a recorder sees of forward and backward passes."
-    def __init__(self, recorder: "Recorder"): self.r = recorder
+    def __init__(self, recorder: "Recorder"):
+        self.r = recorder
+        self.places: dict[str, int] = {}  # of layers, in the order of their first calls
+        # optimizers that made a step since their gradients were seen to be gone, and those of them whose
+        # gradients were there when the last backward pass began
+        self.used: set[int] = set()
+        self.old: set[int] = set()
 
     def begin(self, module: nn.Module | None = None, *given: Any) -> None:
         "Before a forward pass of the whole model, or after one of the first of its layers."
@@ -335,10 +341,10 @@ class _Forward:
     def meet(self, name: str, module: nn.Module) -> None:
         "Take note of a layer's place. A checkpoint calls it without gradients, and backward again."
         r = self.r
-        if r._row is None or name in r._places: return
-        r._places[name] = len(r._places)
+        if r._row is None or name in self.places: return
+        self.places[name] = len(self.places)
         if not isinstance(module, nn.MultiheadAttention): return
-        r._places.setdefault(r._owner(module.out_proj.weight)[0], len(r._places))
+        self.places.setdefault(r._owner(module.out_proj.weight)[0], len(self.places))
 
     def attention(self, row: _Row, name: str, module: Any, args: Any, kwargs: Any,
                   y: Any) -> None:
@@ -355,7 +361,7 @@ class _Forward:
         if name not in r.facts_of_layers:
             self.meet(name, module)
             r.facts_of_layers[name] = _facts_of(name, module)
-            r.facts_of_layers = dict(sorted(r.facts_of_layers.items(), key=lambda i: r._places[i[0]]))
+            r.facts_of_layers = dict(sorted(r.facts_of_layers.items(), key=lambda i: self.places[i[0]]))
         if getattr(module, "running_mean", None) is not None and not module.training:
             r.facts_of_layers[name]["stored"] = True  # it divides by stored statistics
         if name not in row.called: self.weights(row, name, module)
@@ -408,8 +414,8 @@ class _Forward:
         if r._row is None or r._backward: return
         r._backward, r._row.looked = True, True
         r._fresh = {i: True for i in range(len(r.optimizers))}
-        r._used = {i for i in r._used if _is_stale(r, r.optimizers[i])}
-        r._old = set(r._used)
+        self.used = {i for i in self.used if _is_stale(r, r.optimizers[i])}
+        self.old = set(self.used)
 
     def add(self, layer: str, tensor: str, x: Tensor, found: tuple[Tensor, Tensor]) -> None:
         "Enter what was seen of a tensor, and its dtype."
@@ -475,7 +481,7 @@ class _Steps:
         "Count a step, and say whether its gradients are new."
         r = self.r
         row.facts["steps"] += 1
-        if row.looked and self.number in r._old: row.facts["stale"] = True
+        if row.looked and self.number in r._forward.old: row.facts["stale"] = True
         again = row.full and r._fresh.get(self.number) is False
         if again: row.facts["repeated"] = True
         elif self.number in r._stepped: r._in_turn = set(r._stepped)  # the others do not come
@@ -521,8 +527,8 @@ class _Steps:
         if row is None: return
         if not self.looks: row.facts["steps"] += 1  # it has a closure, and never called it
         r._stepped.add(self.number)
-        r._used.add(self.number)
-        r._old.discard(self.number)
+        r._forward.used.add(self.number)
+        r._forward.old.discard(self.number)
         r._backward, r._fresh[self.number] = False, False
         for _, p, name, main in self.held(row):
             left = extreme(codes_of(p))
@@ -576,7 +582,6 @@ class Recorder(LoopMeter):
         self.saved = ""  # the folder, once something was written
         self.steps = 0
         self.facts_of_layers: dict[str, dict[str, Any]] = {}  # in the order of their first calls
-        self._places: dict[str, int] = {}  # of layers in this order
         self.dtypes: dict[str, str] = {}
         self.forgotten: list[str] = []
         self._first: tuple | None = None
@@ -589,10 +594,6 @@ class Recorder(LoopMeter):
         self._backward = False
         self._stepped: set[int] = set()  # optimizers that made a step since the row began
         self._in_turn = set(range(len(optimizers)))  # those that a step waits for
-        # optimizers that made a step since their gradients were seen to be gone, and those of them whose
-        # gradients were there when the last backward pass began
-        self._used: set[int] = set()
-        self._old: set[int] = set()
         self.released = False  # whether gradients were gone before a step
         self._risen = False  # whether a loss was seen to rise
         self._due = False  # whether that is to be told after the next measured step
@@ -708,7 +709,7 @@ class Recorder(LoopMeter):
         row, self._row = self._row, None
         stepped, self._stepped = self._stepped, set()
         if row is None: return
-        if not row.looked: self._used &= stepped  # of the others it is not known any more
+        if not row.looked: self._forward.used &= stepped  # of the others it is not known any more
         closed = row.close()
         self._rows.append(closed)
         self._first = self._first or closed
