@@ -1,6 +1,8 @@
 """What is watched in a run: against oracles, without a wait for the device, and through whole
 runs."""
+import logging
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from altgrad.geometry.storage import STORAGES, grid_storages, store_on_grid
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
 from altgrad.model.surgery import quantize_model, round_weight_gradients
+from altgrad.watching.callbacks import lightning_monitors, transformers_monitors
 from altgrad.watching.metrics import METRICS
 from altgrad.watching.sums import PLACE, Parcel, round_and_sum, rounding_sums
 from altgrad.watching.points import point_metrics
@@ -293,3 +296,78 @@ def test_sums_take_any_scale_that_rounding_takes():
         assert torch.equal(y, fake_quantize(x, "E4M3", s))
     with pytest.raises(InputError, match="positive and finite"):
         round_and_sum(x, Precision("E4M3"), torch.tensor(0.0))
+
+
+# what is refused, and loops of others
+
+
+@pytest.mark.parametrize("make, told", (
+    (lambda m, o: Monitors(3), "model must be a torch.nn.Module, not int"),
+    (lambda m, o: Monitors(m, 3), "optimizers must be of torch.optim.Optimizer, not 3"),
+    (lambda m, o: Monitors(m, [o, None]), "optimizers must be of torch.optim.Optimizer, not None"),
+    (lambda m, o: Monitors(m, o, every=True), "every must be a whole number of steps, from 1, not True"),
+    (lambda m, o: Monitors(m, o, health_every=0), "health_every must be a whole number of steps"),
+    (lambda m, o: Shadow(m, every="a"), "every must be a whole number of steps, from 1, not 'a'"),
+    (lambda m, o: Shadow(m, every=0), "every must be a whole number of steps, from 1, not 0"),
+    (lambda m, o: lightning_monitors(every=0), "every must be a whole number of steps, from 1, not 0"),
+    (lambda m, o: transformers_monitors(None, every="x"), "every must be a whole number of steps"),
+))
+def test_what_cannot_be_watched_is_refused_in_one_line(make, told):
+    model = model_with(weight="E4M3")
+    with pytest.raises(InputError, match=told) as error: make(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "\n" not in str(error.value)
+
+
+def test_a_single_optimizer_is_one_of_several():
+    found = []
+    for several in (False, True):
+        model = model_with(weight="E4M3")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+        monitors = Monitors(model, [optimizer] if several else optimizer, every=1)
+        monitors.begin(1)
+        loss_of(model, *batch(1)).backward()
+        monitors.gradients()
+        optimizer.step()
+        found.append(monitors.end().overall())
+    assert found[0] and repr(found[0]) == repr(found[1])
+
+
+@pytest.mark.parametrize("each", (1, 4))
+@pytest.mark.parametrize("every", (1, 5, 10))
+def test_with_two_optimizers_in_lightning_a_step_is_a_batch(every, each):
+    "The second optimizer steps once in `each` batches; both rest in the third."
+    pl = pytest.importorskip("lightning.pytorch")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(pl.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 1)
+            quantize_model(self, "E4M3")
+
+        def training_step(self, batch, i):
+            loss = self.down(self.up(batch)).square().mean()
+            self.manual_backward(loss)
+            if i == 2: return
+            for n, optimizer in enumerate(self.optimizers()):
+                if n and i % each: continue
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (self.up, self.down)]
+
+    class Memory(pl.loggers.logger.DummyLogger):
+        def log_metrics(self, metrics, step=None): rows.setdefault(step, set()).update(metrics)
+
+    rows: dict[int, set] = {}
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", logger=Memory(), log_every_n_steps=1, callbacks=[lightning_monitors(every)],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    with warnings.catch_warnings(action="ignore"): trainer.fit(Module(), torch.randn(12, 4, 8))
+    # two times twelve batches, and one of each twelve ends with no step; what is logged is numbered from 0
+    measured = [step + 1 for step, row in rows.items() if "gradients/all/l2" in row]
+    assert sorted(measured) == [step for step in range(1, 23) if step == 1 or step % every == 0]

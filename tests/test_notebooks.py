@@ -95,6 +95,23 @@ def test_export_cells_are_short(path):
     assert [size for size in sizes if size[0] > size[1]] == []
 
 
+TUTORIALS = [path for path in NOTEBOOKS if path.parent.name == "tutorials"]
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
+def test_what_a_tutorial_shows_needs_nothing_that_it_hides(path):
+    shown = [
+        c.source for c in cells(path)
+        if "hide" not in c.directives_ and c.directives_.get("echo:") != ["false"]
+    ]
+    plain = ["\n".join(line for line in s.splitlines() if not line.startswith("%%")) for s in shown]
+    command = "-m ruff check -q --isolated --select F821 --output-format concise --stdin-filename shown.py -"
+    found = subprocess.run(
+        [sys.executable, *command.split()], input="\n\n".join(plain), capture_output=True, text=True
+    )
+    assert (found.returncode, found.stdout) == (0, "")
+
+
 @every_notebook
 def test_no_machine_paths(path):
     found = [

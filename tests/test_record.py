@@ -16,6 +16,7 @@ import faults
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -705,6 +706,82 @@ def test_an_optimizer_that_rests_ends_no_step_and_holds_none_up(each):
     assert 22 <= len(recorder.recording.steps) <= 24 and recorder.cause is None
 
 
+class Overflows(nn.Linear):
+    "A layer whose results are infinite when `now` is set."
+    now = False
+
+    def forward(self, x): return super().forward(x) * (math.inf if self.now else 1.0)
+
+
+class Checkpointed(nn.Module):
+    "Blocks of which a checkpoint, of one kind or the other, keeps no results; None: without."
+    def __init__(self, reentrant: bool | None):
+        super().__init__()
+        self.into, self.out, self.reentrant = nn.Linear(4, 8), nn.Linear(8, 1), reentrant
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), Overflows(8, 8)) for _ in range(4))
+        self.attend = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        x = self.into(x)
+        attended = lambda x: self.attend(x, x, x, need_weights=False)[0]
+        for block in (*self.blocks, attended):
+            if self.reentrant is None: x = block(x)
+            else: x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("every", (1, 10))
+def test_layers_in_a_checkpoint_have_the_places_of_the_forward_pass(every):
+    found = {}
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        model = Checkpointed(reentrant)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with altgrad.record(model, optimizer, every=every) as recorder:
+            for step in range(1, 8):
+                model.blocks[1][1].now = step == 6
+                loop(model, optimizer, 1, torch.randn(3, 4))
+        found[reentrant] = [layer["name"] for layer in recorder.recording.layers]
+        assert (recorder.cause.layer, recorder.cause.step) == ("blocks.1.1", 6) and not recorder.stopped
+    assert found[True] == found[False] == found[None]
+
+
+def two_paces(every: int, parts: bool, cleared: str) -> Recorder:
+    """A loop whose second optimizer steps once in three batches. Gradients are cleared after a step, or
+    before the first backward pass that follows it; or those of one optimizer never are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    ahead, behind = model[:2], model[2:]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (behind, ahead)]
+    with altgrad.record(model, optimizers, every=every) as recorder:
+        for batch in range(1, 34):
+            x = torch.randn(8, 8)
+            loss = (behind(ahead(x)) if parts else model(x)).square().mean()
+            for n, optimizer in enumerate(optimizers):
+                if cleared == "before" and (n == 0 or batch % 3 == 1): optimizer.zero_grad()
+            recorder.loss(loss).backward()
+            for n, optimizer in enumerate(optimizers):
+                if n and batch % 3: continue
+                optimizer.step()
+                if cleared == "after" or cleared == f"not {1 - n}": optimizer.zero_grad()
+    assert not recorder.stopped
+    return recorder
+
+
+@pytest.mark.parametrize("cleared", ("after", "before"))
+@pytest.mark.parametrize("parts", (False, True))
+@pytest.mark.parametrize("every", (1, 2, 5, 10))
+def test_an_optimizer_that_accumulates_beside_another_is_not_accused(every, parts, cleared):
+    assert two_paces(every, parts, cleared).cause is None
+
+
+@pytest.mark.parametrize("cleared", ("not 0", "not 1"))
+@pytest.mark.parametrize("every", (1, 2, 5, 10))
+def test_one_of_two_optimizers_whose_gradients_are_never_cleared_is_named(every, cleared):
+    cause = two_paces(every, False, cleared).cause
+    assert cause is not None and cause.kind == "gradients not cleared"
+
+
 def test_a_model_that_is_used_by_its_parts_is_recorded():
     "Its own forward is never called, as in Lightning's training_step."
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
@@ -885,6 +962,33 @@ def test_a_closure_that_is_never_called_and_one_that_fails():
         with pytest.raises(ArithmeticError): sgd.step(fails)
         loop(layer, sgd, 4)
     assert recorder.cause is None and not recorder.stopped
+
+
+@pytest.mark.parametrize("where", ("step", "closure"))
+@pytest.mark.parametrize("every", (1, 4))
+def test_a_step_that_fails_takes_no_other_step_with_it(where, every):
+    class Nested(torch.optim.AdamW):
+        def step(self, closure=None):
+            if where == "step" and now["fails"]: raise ArithmeticError
+            return super().step(closure)
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # from now on its step calls hooks, too
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+    optimizer, now = Nested(model.parameters(), lr=1e-3), {"fails": False}
+    def closure():
+        optimizer.zero_grad()
+        recorder.loss(model(torch.randn(16, 4)).square().mean()).backward()
+        if where == "closure" and now["fails"]: raise ArithmeticError
+    with altgrad.record(model, optimizer, every=every) as recorder:
+        for i in range(8):
+            now["fails"] = i == 2
+            if where == "step": closure()
+            try: optimizer.step(closure if where == "closure" else None)
+            except ArithmeticError: pass
+    # the iteration that made no step is part of the next one
+    assert recorder.cause is None and recorder.recording.steps == list(range(1, 8))
+    moved = recorder.recording.get("0", "weight update", "reference")
+    assert np.isfinite(moved).all()
 
 
 # optimizers that a recorder was not given

@@ -574,8 +574,21 @@ def test_a_step_within_a_step_and_a_step_that_fails():
         with pytest.raises(ArithmeticError): train(model, optimizer, 1)
         optimizer.fails = False
         train(model, optimizer, 3)
-    assert meter.measured >= 4 and not meter.stopped
+    assert (meter.steps, meter.measured) == (6, 5) and not meter.stopped
     assert all(row.steps == meter.measured for row in meter.tensors.values())
+
+
+def test_a_closure_that_fails_takes_no_other_step_with_it():
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    def closure(): return model(torch.zeros(1, 4, dtype=torch.long)).square().mean().backward()
+    def fails(): raise ArithmeticError
+    with altgrad.stall(model, optimizer, every=1) as meter:
+        for act in (closure, fails, closure, fails, fails, closure):
+            optimizer.zero_grad()
+            try: optimizer.step(act)
+            except ArithmeticError: pass
+    assert (meter.steps, meter.measured) == (6, 3) and not meter.stopped
 
 
 def most_bytes(act) -> int:

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.optim.swa_utils
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils._pytree import tree_leaves
@@ -324,6 +325,38 @@ def test_stall_watches_it():
     assert row.stored == "E4M3" and not row.note and 0.9 < row.arrived < 1.1
 
 
+@pytest.mark.parametrize("released", (False, True))
+@pytest.mark.parametrize("rule", (torch.optim.AdamW, torch.optim.SGD, Lion), ids=lambda r: r.__name__)
+def test_what_is_unfrozen_later_trains_as_torch_trains_it(rule, released):
+    model = network()
+    late = [p.requires_grad_(False) for layer in model[:3] for p in layer.parameters()]
+    began, torchs = [p.clone() for p in late], [nn.Parameter(p.clone()) for p in late]
+    own = {"momentum": 0.9} if rule is torch.optim.SGD else {}
+    optimizer = altgrad.without_master(model, rule, lr=1e-2, moments=32, release_gradients=released, **own)
+    grads: dict[int, torch.Tensor] = {}
+    for n, p in enumerate(late):
+        p.requires_grad_(True).register_hook(lambda g, n=n: grads.__setitem__(n, g.clone()))
+        p.requires_grad_(False)
+    theirs = rule(torchs, lr=1e-2, **own)
+    for step in range(10):
+        if step == 5:
+            assert equal(late, began) and not any(p in optimizer.state for p in late)
+            for p in late: p.requires_grad_(True)
+        train(model, optimizer, range(step, step + 1))
+        for n, g in grads.items(): torchs[n].grad = g
+        theirs.step()
+    assert type(model[2]) is nn.Linear and type(model[4]) is GridLinear
+    assert equal(late, torchs) and not any(torch.equal(p, was) for p, was in zip(late, began))
+
+
+def test_what_is_unfrozen_in_bfloat16_has_no_moments_in_eight_bits():
+    model = network()
+    model[0].bfloat16().requires_grad_(False)
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-2)
+    model[0].weight.requires_grad_(True).grad = torch.ones_like(model[0].weight)
+    with pytest.raises(InputError, match="moments in eight bits are made from float32"): optimizer.step()
+
+
 # checkpoints
 
 
@@ -479,6 +512,25 @@ def test_another_type_is_refused(change):
         getattr(model, change)()
     assert isinstance(model.to("cpu").float().train().eval()[2].weight, GridTensor)
     assert list(model[2]._parameters) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_an_average_that_is_made_first_is_one_of_decoded_weights_in_float32(bits):
+    model = network()
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99))
+    optimizer = altgrad.without_master(model, ADAMW, lr=1e-2, bits=bits)
+    sums = {name: 0.0 for name in grid_weights(model)}
+    for step in range(30):
+        train(model, optimizer, range(step, step + 1))
+        average.update_parameters(model)
+        for name, grid in grid_weights(model).items():
+            now = grid.dequantize().double()
+            sums[name] = now if step == 0 else 0.99 * sums[name] + 0.01 * now
+    for name, exact in sums.items():
+        kept = average.module.get_parameter(name)
+        assert type(kept.data) is torch.Tensor and kept.dtype == torch.float32
+        assert (kept - exact).abs().max() < 1e-5 * exact.abs().max()
+        assert not torch.equal(kept, model.get_parameter(name).dequantize())
 
 
 # other processes, and the compiler
@@ -741,6 +793,7 @@ def parts(model) -> list:
 @pytest.mark.parametrize("make, optimizer, settings, told", (
     (nn.ReLU, ADAMW, {}, "the model has no parameters"),
     (lambda: nn.Conv2d(3, 3, 3), ADAMW, {}, "no nn.Linear to train on a grid: .* in Conv2d"),
+    (network, ADAMW, dict(capturable=True), "a step of AdamW fails: If capturable=True"),
     (frozen, ADAMW, {}, "every nn.Linear is frozen, so that none trains on a grid: "),
     (network, ADAMW, {"skip": "*"}, "every nn.Linear is left alone by skip, so that none .*: 2, 4, 5"),
     (tied, ADAMW, {}, "1.weight is tied to 2.weight, .* name its layers in skip"),

@@ -520,7 +520,8 @@ def _rule_of(
     settings: dict[str, Any], moments: str,
 ) -> Any:
     "The optimizer of a model whose weights are about to live on grids."
-    every = [grids.get(p, p) for p in model.parameters() if p.requires_grad]
+    # a frozen one costs nothing until it is unfrozen, and then it trains
+    every = [grids.get(p, p) for p in model.parameters() if p.requires_grad or p.is_floating_point()]
     if not _is_by_tensor(rule) or not _only_matrices(kind, settings):
         return _built(kind, every, settings)
     others = [p for p in every if not isinstance(p, GridTensor)]
@@ -656,7 +657,8 @@ def _try_moments(kind: Any, settings: dict[str, Any], device: torch.device) -> N
     with torch.random.fork_rng(devices=[]):
         built = _built(kind, [weight], settings)
         try: built.step()
-        except RuntimeError as e: raise InputError(f"a step of {kind.__name__} fails: {one_line(str(e))}") from None
+        except (AssertionError, RuntimeError) as e:
+            raise InputError(f"a step of {kind.__name__} fails: {one_line(str(e))}") from None
 
 # %% ../../nbs/model/05_without_master.ipynb #b22663ed
 def _refuse_release(rule: type) -> None:
@@ -708,7 +710,8 @@ def without_master(
     **settings: Any,  # of the optimizer: its lr, and what else it takes
 ) -> torch.optim.Optimizer:
     """Turn the weights of linear layers into codes, and return an optimizer that updates them in
-    place; InputError, and an untouched model, for anything that cannot work."""
+    place; InputError, and an untouched model, for anything that cannot work. A frozen parameter stays
+    as it is, and trains so, off the grid, once it is unfrozen."""
     _refuse_model(model)
     _refuse_optimizer(optimizer)
     _refuse_number("bits", bits, BITS)
@@ -727,5 +730,7 @@ def without_master(
     built.releases_gradients = release_gradients
     if release_gradients:
         for p in (p for group in built.param_groups for p in group["params"]):
-            p.register_post_accumulate_grad_hook(partial(_release, built))
+            trains = p.requires_grad  # torch takes the hook of no frozen one
+            p.requires_grad_(True).register_post_accumulate_grad_hook(partial(_release, built))
+            p.requires_grad_(trains)
     return built

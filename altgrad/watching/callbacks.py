@@ -14,7 +14,7 @@ from torch import nn
 
 from ..basics import InputError
 from ..model.surgery import round_weight_gradients
-from .monitors import Measurement, Monitors
+from .monitors import Measurement, Monitors, check_every
 from .series import SeriesLog
 
 # %% ../../nbs/watching/08_callbacks.ipynb #2aacc8d4
@@ -23,6 +23,7 @@ class Attached:
     monitors: Monitors | None = None  # once training has begun
 
     def __init__(self, every: int | None, folder: Path | str | None):
+        if every is not None: check_every(every)
         self.every, self.series = every, SeriesLog(folder) if folder is not None else None
 
     def attach(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -95,16 +96,20 @@ def transformers_monitors(
 
 # %% ../../nbs/watching/08_callbacks.ipynb #7c398a48
 class _LightningHooks(Attached):
-    def on_train_start(self, trainer, pl_module): self.attach(pl_module, trainer.optimizers)
+    def on_train_start(self, trainer, pl_module):
+        self.attach(pl_module, trainer.optimizers)
+        # `global_step` counts the steps of every optimizer; a step here is a batch that ended with some
+        self.counted = trainer.global_step
+        self.steps = self.counted // max(1, len(trainer.optimizers))
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.begin(trainer.global_step + 1)
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx): self.begin(self.steps + 1)
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer): self.gradients()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.counted: return  # a micro-batch
+        self.counted, self.steps = trainer.global_step, self.steps + 1
         if self.monitors is None or not self.monitors.active: return
-        if trainer.global_step < self.monitors.step: return  # a micro-batch
         measured = self.end()
         for logger in trainer.loggers:
             logger.log_metrics(measured.overall(), step=measured.step - 1)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENTROPIES', 'RANKS', 'Reader', 'GradientSums', 'GradientCounts', 'gradient_metrics', 'AttentionEntropy',
-           'attention_metrics', 'matrix_health', 'measure_health', 'health_metrics', 'Measurement', 'Monitors',
-           'memory_bytes']
+           'attention_metrics', 'matrix_health', 'measure_health', 'health_metrics', 'Measurement', 'check_every',
+           'Monitors', 'memory_bytes']
 
 # %% ../../nbs/watching/04_monitors.ipynb #8a14a90f
 import math
@@ -202,24 +202,37 @@ class Measurement:
 # %% ../../nbs/watching/04_monitors.ipynb #364345a4
 Reader = Callable[[Mapping[Any, np.ndarray]], dict[str, float]]
 
+# %% ../../nbs/watching/04_monitors.ipynb #aab3c1c6
+def check_every(
+    every: Any,
+    what: str = "every",  # the name of what was given
+) -> None:
+    "InputError where this is no distance between steps."
+    if type(every) is int and every >= 1: return
+    raise InputError(f"{what} must be a whole number of steps, from 1, not {every!r}")
+
+
 # %% ../../nbs/watching/04_monitors.ipynb #931c032a
 class Monitors:
     "Everything that is measured in a step of a model."
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Iterable[torch.optim.Optimizer] = (),  # whose weight decay is looked at
+        # one or several, whose weight decay is looked at
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
         every: int | None = None,  # steps between measurements; None: 1 with a compiler, 10 without
         histogram_every: int = 10,  # steps between histograms, each at the next measurement
         health_every: int = 100,  # steps between looks at the singular values
     ):
-        self.model, self.optimizers = model, list(optimizers)
+        if not isinstance(model, nn.Module):
+            raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        several: Any = optimizers
+        if isinstance(several, torch.optim.Optimizer) or not isinstance(several, Iterable): several = [several]
+        self.model, self.optimizers = model, list(several)
         cheap = compiles()  # waits for the kernels in C++, so that a run has the same sums from its first step on
         if every is None: every = 1 if cheap else 10
         times = {"every": every, "histogram_every": histogram_every, "health_every": health_every}
-        for what, steps in times.items():
-            if type(steps) is not int or steps < 1:
-                raise InputError(f"{what} must be a whole number of at least 1, not {steps!r}")
+        for what, steps in times.items(): check_every(steps, what)
         for optimizer in self.optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise InputError(f"optimizers must be of torch.optim.Optimizer, not {optimizer!r}")

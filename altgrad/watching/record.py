@@ -25,9 +25,10 @@ from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
 from .attempt import by_element, precision_of
 from .cause import Cause, Usual, diverges, first_cause, is_broken, suspects
-from .loops import (RELEASED, LoopMeter, check_every, check_pair, codes_of,
+from .loops import (RELEASED, LoopMeter, OpenStep, check_pair, codes_of,
                                     in_lightning, in_transformers, parts_of_loop, releases,
                                     rich_table, sampled, unwrapped, values_of)
+from .monitors import check_every
 from .recording import (INDEX, Recording, extreme, first_look, merge, note,
                                         plot_recording, with_shares, write_recording)
 from .what_if import write_dump
@@ -214,6 +215,7 @@ class _Row:
         self.notes: list[tuple[tuple[str, str], str, Any]] = []
         self.held: dict[str, dict[str, Tensor]] = {}  # for a dump
         self.called: set[str] = set()
+        self.looked = False  # whether it was seen what gradients a backward pass began with
 
     def add(self, layer: str, tensor: str, stats: Tensor, spots: Tensor) -> None:
         "Enter what `first_look` gave; parts of the same step are merged in the end."
@@ -291,7 +293,13 @@ def _in_channels(x: Tensor) -> tuple[Tensor, Tensor]: return first_look(x, chann
 # %% ../../nbs/watching/13_record.ipynb #17526662
 class _Forward:
     "What a recorder sees of forward and backward passes."
-    def __init__(self, recorder: "Recorder"): self.r = recorder
+    def __init__(self, recorder: "Recorder"):
+        self.r = recorder
+        self.places: dict[str, int] = {}  # of layers, in the order of their first calls
+        # optimizers that made a step since their gradients were seen to be gone, and those of them whose
+        # gradients were there when the last backward pass began
+        self.used: set[int] = set()
+        self.old: set[int] = set()
 
     def begin(self, module: nn.Module | None = None, *given: Any) -> None:
         "Before a forward pass of the whole model, or after one of the first of its layers."
@@ -310,14 +318,18 @@ class _Forward:
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         "After a forward pass of the whole model: models of transformers return their loss."
+        r = self.r
+        if r._row is None or not torch.is_grad_enabled(): return
         loss = out.get("loss") if isinstance(out, dict) else None
-        if self.r._row is None or not torch.is_grad_enabled() or not isinstance(loss, Tensor): return
-        self.r._row.returned.append(loss.detach())
+        if isinstance(loss, Tensor): r._row.returned.append(loss.detach())
+        if len(r.optimizers) == 1: return  # then a step that is measured shows by itself what it began with
+        y = next((y for y in _floats(out) if y.requires_grad), None)
+        if y is not None: y.register_hook(lambda g: r._guarded(self.look))
 
     def layer(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         "After a layer's forward pass."
         r = self.r
-        if not torch.is_grad_enabled(): return
+        if not torch.is_grad_enabled(): return self.meet(name, module)
         if torch.compiler.is_compiling(): raise InputError("a part of the model is compiled")
         if r._row is None or r._over(): self.begin()  # somebody calls layers, and not the model
         if (row := r._row) is None: return
@@ -325,6 +337,14 @@ class _Forward:
         self.seen(row, name, module, x, y)
         if isinstance(module, nn.MultiheadAttention):
             self.attention(row, name, module, args, kwargs, y)
+
+    def meet(self, name: str, module: nn.Module) -> None:
+        "Take note of a layer's place. A checkpoint calls it without gradients, and backward again."
+        r = self.r
+        if r._row is None or name in self.places: return
+        self.places[name] = len(self.places)
+        if not isinstance(module, nn.MultiheadAttention): return
+        self.places.setdefault(r._owner(module.out_proj.weight)[0], len(self.places))
 
     def attention(self, row: _Row, name: str, module: Any, args: Any, kwargs: Any,
                   y: Any) -> None:
@@ -338,7 +358,10 @@ class _Forward:
     def seen(self, row: _Row, name: str, module: nn.Module, x: Any, y: Any) -> None:
         "A layer's weights, the first tensor that it was given, and the first that it returned."
         r = self.r
-        if name not in r.facts_of_layers: r.facts_of_layers[name] = _facts_of(name, module)
+        if name not in r.facts_of_layers:
+            self.meet(name, module)
+            r.facts_of_layers[name] = _facts_of(name, module)
+            r.facts_of_layers = dict(sorted(r.facts_of_layers.items(), key=lambda i: self.places[i[0]]))
         if getattr(module, "running_mean", None) is not None and not module.training:
             r.facts_of_layers[name]["stored"] = True  # it divides by stored statistics
         if name not in row.called: self.weights(row, name, module)
@@ -380,14 +403,19 @@ class _Forward:
 
     def gradient(self, name: str, g: Tensor, held: dict[str, Tensor]) -> None:
         "When the gradient of a layer's output is known."
-        r, row = self.r, self.r._row
-        if row is None or not g.numel(): return
-        if not r._backward:
-            r._backward = True
-            r._fresh = {i: True for i in range(len(r.optimizers))}
-            r._old = {i for i, o in enumerate(r.optimizers) if _is_stale(r, o)}
+        if self.r._row is None or not g.numel(): return
+        self.look()
         if held: held["gradient"] = g.detach().clone()
         self.add(name, "gradient", g, first_look(g))
+
+    def look(self) -> None:
+        "When a backward pass begins: whose gradients are still those of the last step."
+        r = self.r
+        if r._row is None or r._backward: return
+        r._backward, r._row.looked = True, True
+        r._fresh = {i: True for i in range(len(r.optimizers))}
+        self.used = {i for i in self.used if _is_stale(r, r.optimizers[i])}
+        self.old = set(self.used)
 
     def add(self, layer: str, tensor: str, x: Tensor, found: tuple[Tensor, Tensor]) -> None:
         "Enter what was seen of a tensor, and its dtype."
@@ -413,14 +441,12 @@ class _Steps:
         self.r, self.number, self.optimizer = recorder, number, optimizer
         self.kept: list[tuple[str, _Before, dict]] = []
         self.samples: list[tuple[str, Any, Tensor]] = []  # the same of a step that is not measured
-        self.depth, self.returned, self.looks = 0, True, 0
+        self.open, self.looks = OpenStep(), 0
 
     def enter(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Before a step. Gradients that a closure makes are looked at where it ends: then the
         step's arguments are returned with another closure."""
-        inside = self.depth > 0 and not self.returned  # a step within a step is part of it
-        self.depth, self.returned = (self.depth + 1 if inside else 1), False
-        if inside or self.r.stopped: return None
+        if self.open.enter() or self.r.stopped: return None  # a step within a step is part of it
         self.kept, self.samples, self.looks = [], [], 0
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self.watched(kwargs["closure"])}
@@ -439,8 +465,7 @@ class _Steps:
 
     def leave(self, *args: Any) -> None:
         "After a step."
-        self.depth, self.returned = self.depth - 1, True
-        if not self.depth: self.r._guarded(self.after)
+        if self.open.leave(): self.r._guarded(self.after)
 
     @torch.no_grad()
     def before(self) -> None:
@@ -456,7 +481,7 @@ class _Steps:
         "Count a step, and say whether its gradients are new."
         r = self.r
         row.facts["steps"] += 1
-        if self.number in r._old: row.facts["stale"] = True
+        if row.looked and self.number in r._forward.old: row.facts["stale"] = True
         again = row.full and r._fresh.get(self.number) is False
         if again: row.facts["repeated"] = True
         elif self.number in r._stepped: r._in_turn = set(r._stepped)  # the others do not come
@@ -502,6 +527,8 @@ class _Steps:
         if row is None: return
         if not self.looks: row.facts["steps"] += 1  # it has a closure, and never called it
         r._stepped.add(self.number)
+        r._forward.used.add(self.number)
+        r._forward.old.discard(self.number)
         r._backward, r._fresh[self.number] = False, False
         for _, p, name, main in self.held(row):
             left = extreme(codes_of(p))
@@ -567,7 +594,6 @@ class Recorder(LoopMeter):
         self._backward = False
         self._stepped: set[int] = set()  # optimizers that made a step since the row began
         self._in_turn = set(range(len(optimizers)))  # those that a step waits for
-        self._old: set[int] = set()  # optimizers whose gradients were there before the backward pass
         self.released = False  # whether gradients were gone before a step
         self._risen = False  # whether a loss was seen to rise
         self._due = False  # whether that is to be told after the next measured step
@@ -681,9 +707,9 @@ class Recorder(LoopMeter):
     def _close(self) -> None:
         "End a step, and look whether it broke."
         row, self._row = self._row, None
-        self._stepped = set()
+        stepped, self._stepped = self._stepped, set()
         if row is None: return
-        self._old = set()
+        if not row.looked: self._forward.used &= stepped  # of the others it is not known any more
         closed = row.close()
         self._rows.append(closed)
         self._first = self._first or closed

@@ -17,6 +17,7 @@ from ..model.gpt import loss_of
 from ..model.parallel import total, world
 from ..model.products import CLASSES, Quantized
 from ..model.surgery import high_precision
+from .monitors import check_every
 from .sums import Parcel, rows_of
 
 # %% ../../nbs/watching/07_shadow.ipynb #dcc7e6a3
@@ -77,7 +78,7 @@ class Shadow:
         every: int = 1,  # steps between shadows
         loss: Callable = loss_of,  # of model, tokens and next tokens
     ):
-        if every < 1: raise InputError(f"every must be at least 1, not {every}")
+        check_every(every)
         if not any(isinstance(m, Quantized) for m in model.modules()):
             raise InputError("the model has nothing to compare: call quantize_model first")
         self.model, self.every, self.loss, self.active = model, every, loss, False

@@ -22,9 +22,10 @@ from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
 from .attempt import (AT_A_TIME, Attempt, Precision, attempt, attempt_alone, by_element,
                                       decay_moves, half_gap, moves, precision_of)
-from .loops import (RELEASED, LoopMeter, check_every, check_pair, codes_of,
-                                    in_lightning, in_transformers, local, names_of, parts_of_loop,
+from .loops import (RELEASED, LoopMeter, OpenStep, check_pair, codes_of, in_lightning,
+                                    in_transformers, local, names_of, parts_of_loop,
                                     releases, rich_table, sampled, values_of)
+from .monitors import check_every
 
 # %% ../../nbs/watching/10_stall.ipynb #12572b88
 ATTEMPTED = (  # sums that an attempt has
@@ -383,13 +384,11 @@ class _Watch:
         # what stochastic rounding would move, and what moved: updates below half a gap; decay alone
         self.small, self.decay = np.zeros(2), np.zeros(2)
         self.pending: list[_Batch] | None = None
-        self.depth, self.returned = 0, True
+        self.open = OpenStep()
 
     def enter(self, *arguments: Any) -> bool:
         "Before a step; return whether it will be measured. A step within a step is part of it."
-        inside = self.depth > 0 and not self.returned
-        self.depth, self.returned = (self.depth + 1 if inside else 1), False
-        if inside: return False
+        if self.open.enter(): return False
         self.pending, self.steps = None, self.steps + 1
         due = self.steps == 1 or self.steps % self.every == 0
         skipped = getattr(self.optimizer, "found_inf", None)  # GradScaler's word to a fused step
@@ -399,8 +398,7 @@ class _Watch:
 
     def leave(self) -> bool:
         "After a step; return whether it was measured."
-        self.depth, self.returned = self.depth - 1, True
-        if self.depth or self.pending is None: return False
+        if not self.open.leave() or self.pending is None: return False
         batches, self.pending = self.pending, None
         self.compare(batches)
         self.measured += 1
@@ -574,7 +572,9 @@ class Meter(LoopMeter):
 
     def _let_go(self) -> None:
         self._rows = {}
-        for watch in self._watches: vars(watch).pop("optimizer", None)
+        for watch in self._watches:
+            vars(watch).pop("optimizer", None)
+            watch.open = OpenStep()
 
     def _start(self) -> None:
         ours = check_pair(self.models, self.optimizers)
