@@ -336,6 +336,7 @@ def _move_in_pieces(
     grid, held = isinstance(p, GridTensor), _Moments(state.get(p, {}), p, moments)
     rows: list[tuple[int, int]] = _rows(p, held.block, _elements(optimizer.whole, p.device))
     kept: dict[str, Any] = {}
+    stays: list[Tensor | None] = []  # of each piece, what is not finite
     new = p.grad if optimizer.releases_gradients or not grid else torch.empty_like(p.grad)
     for a, b in rows:
         before = _piece(p, a, b).latent() if grid else p.detach()[a:b]
@@ -343,14 +344,19 @@ def _move_in_pieces(
         piece.grad, mine = p.grad[a:b], {piece: held.rows(a, b)}
         with _alone(optimizer, mine, group, piece): step(optimizer)
         if begin_anew(moments_of(mine[piece], piece)): optimizer.began_anew = True
-        if grid: new[a:b] = kept_finite(piece.detach(), before, p.how)
+        if grid:
+            given = piece.detach()
+            new[a:b] = found = kept_finite(given, before, p.how)
+            stays.append(None if found is given or p.residual is None else ~given.isfinite())
         held.keep(mine[piece], kept, a, b)
     if kept: state[p] = kept
-    if grid: _write_in_pieces(p, new, rows)
+    if grid: _write_in_pieces(p, new, rows, stays)
 
 # %% ../../nbs/model/05_without_master.ipynb #2e54ccf5
-def _write_in_pieces(p: GridTensor, w: Tensor, rows: list[tuple[int, int]]) -> None:
-    "`write`, for finite values, some rows at a time."
+def _write_in_pieces(
+    p: GridTensor, w: Tensor, rows: list[tuple[int, int]], stays: list[Tensor | None]
+) -> None:
+    "`write`, for finite values, some rows at a time; `stays` says of each piece which were not finite before."
     key: Any = rounding_key(p.how["seed"], int(p.writes), p.how["tensor"])
     whole, more = p.granularity == "tensor", torch.zeros((), dtype=torch.bool, device=w.device)
     scales = p.scales()
@@ -358,12 +364,14 @@ def _write_in_pieces(p: GridTensor, w: Tensor, rows: list[tuple[int, int]]) -> N
         low, high = w.aminmax()
         scales = {"scale": grown(torch.maximum(-low, high), p.held_scale, p.fmt)}
         more = scales["scale"] > p.held_scale
-    for a, b in rows:
+    for (a, b), there in zip(rows, stays):
         piece, values = _piece(p, a, b), w[a:b]
         mine = _shifted(key, a * (w.numel() // len(w)))
         before = piece.latent()
-        if not whole: scales = grown_scales(piece, values, piece.scale, mine)
-        codes = encode(piece, values, before, scales, mine)
+        if not whole:
+            grows = values if there is None else torch.where(there, 0, values)
+            scales = grown_scales(piece, grows, piece.scale, mine)
+        codes = encode(piece, values, before, scales, mine, there)
         if not whole: more |= (scales["scale"] != piece.held_scale).any()
         piece.hold(codes, {} if whole else scales)
     if whole: p.held_scale.copy_(scales["scale"])
