@@ -104,7 +104,7 @@ def test_the_line_of_powers_has_the_runs_that_count_and_no_arm_twice():
     for f, points in arms.items():
         at_one, slope = straight([arm for other, others in arms.items() if other != f for arm in others])
         squares += [(y - at_one - slope * x) ** 2 for x, y in points]
-    assert line.typical == pytest.approx((sum(squares) / len(squares)) ** 0.5, abs=1e-9)
+    assert line.typical == pytest.approx((sum(squares) / len(squares)) ** 0.5, abs=1e-9)  # and of squares
 
 
 def test_how_many_arms_are_near_the_line():

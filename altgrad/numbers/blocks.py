@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/numbers/07_blocks.ipynb #cab7227c
-from .formats import FP8Format, get_format, power_of_two
+from .formats import WIDE, FP8Format, get_format, power_of_two
 from .quantize import fake_quantize
 from .scaling import amax_of, check_granularity, compute_scale, spread
 
@@ -23,8 +23,9 @@ from .scaling import amax_of, check_granularity, compute_scale, spread
 def largest_scale(
     fmt: FP8Format,  # of what is divided by it
 ) -> float:
-    "Return the largest power of two that leaves every value of a format finite in float32."
-    return 2.0 ** min(128 - math.frexp(fmt.max)[1], 127)
+    """Return the largest power of two that leaves every value of a format finite in float32; of a wide
+    format, whose last values lie far beyond a tensor's largest, float32's own."""
+    return 2.0 ** (127 if fmt.max > WIDE else min(128 - math.frexp(fmt.max)[1], 127))
 
 def _fitting(amax: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
     "`grown` without a limit, in float64."

@@ -16,12 +16,13 @@ from ...basics import InputError
 from ...numbers.formats import FP8Format
 from ..optim import Job, StiffnessAdamW
 
-# %% ../../../nbs/geometry/rivals/05_average.ipynb #43a4354d
+# %% ../../../nbs/geometry/rivals/05_average.ipynb #9759f970
 def _check_decay(decay: Any) -> None:
     "InputError unless an average can forget at this rate."
     if type(decay) in (int, float) and 0 <= decay < 1: return
     raise InputError(f"decay must be a number from 0 to below 1, not {decay!r}")
 
+# %% ../../../nbs/geometry/rivals/05_average.ipynb #43a4354d
 class AveragedAdamW(StiffnessAdamW):
     "AdamW, and beside every weight the exponential moving average of what was stored."
     def __init__(
