@@ -113,11 +113,11 @@ def content() -> list[tuple[str, Any]]:
         ("text", (
             f"That an average of AdamW's weights would do as well in E7M0: tuned alike, it ends {averaged[1]} nats "
             f"above AdamW, and S^-1 ends {averaged[2]} below it. That all this is one model of 0.1M weights, "
-            f"fine-tuned for {Task().steps} updates on one text, and once more with the two texts exchanged: "
-            f"conceded, though the comparisons were tuned anew on twelve other checkpoints ({twelve}), and from "
+            f"fine-tuned for {Task().steps} updates on one text, then with the two texts exchanged: "
+            f"conceded, though comparisons were tuned anew on twelve other checkpoints ({twelve}), and from "
             f"scratch the gain in E7M0 is {scratch}. At ten million weights, from scratch and at one rate, it is "
-            f"{large}: nothing. There stochastic rounding ends below master weights, in E4M3 and in E7M0, with each "
-            "of three seeds. Whether tuned rates or longer runs say otherwise is not known."
+            f"{large}: nothing. There stochastic rounding ends below master weights in E4M3 and E7M0. "
+            "Whether tuned rates or longer runs say otherwise is not known."
         )),
     ]
 
