@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # %% ../../nbs/geometry/03_storage.ipynb #9a3cd6be
 from ..basics import InputError, unknown
-from ..numbers.blocks import block_scales, grown, largest_scale, roomier
-from ..numbers.formats import WIDE, FP8Format, check_float, check_seed, kind_of, signed_format
+from ..numbers.blocks import block_scales, grown, roomier
+from ..numbers.formats import (WIDE, FP8Format, check_float, check_seed, kind_of, largest_scale,
+                                     signed_format)
 from ..numbers.kernels import (CHUNK, batch_noise, first_bits, is_readable, kernel, native,
                                      note_eager, plan,
                                      rounding_key)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #f55f459e
 from ..basics import InputError
-from .blocks import largest_scale
-from .formats import WIDE, FP8Format, is_whole, kind_of, signed_format
+from .formats import WIDE, FP8Format, is_whole, kind_of, largest_scale, signed_format
 
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #4c4fd020
 try:
