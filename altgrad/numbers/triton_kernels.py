@@ -342,8 +342,8 @@ def _power_scale(amax, top, wide, cap):
 def _e4m3_scale(amax, top, whole, cap):
     "Codes of E4M3 for the scales of blocks in units of the tensor's number, and the scales."
     wanted = tl.div_rn(amax.to(tl.float32, bitcast=True), top.to(tl.float32, bitcast=True))
-    wanted = tl.minimum(wanted, (cap + 127 << 23).to(tl.float32, bitcast=True))
-    z = tl.div_rn(wanted, whole).to(tl.int32, bitcast=True)
+    kept = tl.minimum(wanted.to(tl.int32, bitcast=True), cap + 127 << 23)  # patterns are ordered as their numbers
+    z = tl.div_rn(kept.to(tl.float32, bitcast=True), whole).to(tl.int32, bitcast=True)
     code, _, _ = _round(z, z < 0, 0, 3, -6, 0, "nearest")
     code = tl.minimum(tl.maximum(code, 1), 126)
     return code, (code << 20).to(tl.float32, bitcast=True) * 2.0**120 * whole
