@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 # %% ../../nbs/geometry/03_storage.ipynb #9a3cd6be
 from ..basics import InputError, unknown
 from ..numbers.blocks import block_scales, grown, roomier
-from ..numbers.formats import (WIDE, FP8Format, check_float, check_seed, kind_of, largest_scale,
-                                     signed_format)
+from ..numbers.formats import WIDE, FP8Format, check_float, check_seed, kind_of, signed_format
 from ..numbers.kernels import (CHUNK, batch_noise, first_bits, is_readable, kernel, native,
                                      note_eager, plan,
                                      rounding_key)
@@ -212,16 +211,22 @@ def _write_counts(
     return torch.stack([torch.full_like(counts[0], w.numel()), *counts])
 
 # %% ../../nbs/geometry/03_storage.ipynb #bbe05e17
+def _largest(fmt: FP8Format) -> float:
+    "The largest number below 2^128 with a format's mantissa bits: what is smaller stays finite when it is rounded."
+    return (2 - 2.0**-fmt.mantissa_bits) * 2.0**127
+
 def kept_finite(
     w: Tensor,  # new values, any shape
     before: Tensor,  # those that were there, of the same shape
     how: dict[str, Any],  # of the grid, which counts what is not finite
 ) -> Tensor:
-    "New values, with those from before in the place of what is not finite, which is counted."
-    if is_readable(w) and w.numel() and w.abs().amax().isfinite(): return w
+    """New values, with those from before in the place of what is not finite, which is counted;
+    what would be rounded beyond float32 saturates."""
+    most = _largest(how["fmt"])
+    if is_readable(w) and w.numel() and w.abs().amax() <= most: return w
     finite = w.isfinite()
     how["nonfinite"] += w.numel() - finite.sum()
-    return torch.where(finite, w, before)
+    return torch.where(finite, w.clamp(-most, most), before)
 
 # %% ../../nbs/geometry/03_storage.ipynb #bbe05e18
 def encode(
@@ -441,9 +446,7 @@ def _first_scales(
     "The scales that a weight starts with, as they are held."
     scales = block_scales(granularity)
     if kind.fmt: return {"scale": torch.ones((), device=w.device, dtype=w.dtype)}
-    if scales is None:
-        scale = compute_scale(w.abs().amax(), fmt).clamp(max=largest_scale(fmt))
-        return {"scale": scale.to(w.dtype, copy=True)}
+    if scales is None: return {"scale": compute_scale(w.abs().amax(), fmt).to(w.dtype, copy=True)}
     if w.dtype == torch.float32 and w.dim() == 2 and w.numel(): return scales.start(w, fmt)
     raise InputError(
         f"granularity {granularity} is for float32 weights [out, in], not {kind_of(w)} "
@@ -474,14 +477,16 @@ def make_grid_tensor(
     granularity: str | int = "tensor",  # what shares a scale: tensor, channel (a row), a block's length, nvfp4
     counted: bool = True,  # whether writes count what they do, which takes a fifth of their time
 ) -> GridTensor:
-    """`w` rounded to nearest onto the grid under its power-of-two scale, or those of its blocks,
-    as a `GridTensor` that later writes round as `storage` says; InputError for what no grid has."""
+    """`w` rounded to nearest onto the grid under its power-of-two scale, or those of its blocks, as a `GridTensor`
+    that later writes round as `storage` says; what would round beyond float32 saturates. InputError for what no
+    grid has."""
     if storage not in grid_storages(): raise unknown("grid storage", storage, grid_storages())
     kind = STORAGES[storage]
     fmt = signed_format(kind.fmt or fmt)
     _check_weight(w.detach())
     _check_numbers(seed, tensor)
-    given, w = w.dtype, w.detach() if w.dtype == torch.float64 else w.detach().float()
+    given, most = w.dtype, _largest(fmt)
+    w = (w.detach() if given == torch.float64 else w.detach().float()).clamp(-most, most)
     held = _first_scales(w, kind, fmt, granularity)
     writes = torch.zeros((), dtype=torch.int64)  # stays on the host: it is part of a key
     rescales = torch.zeros((), dtype=torch.int64, device=w.device)
@@ -544,7 +549,7 @@ def _write_together(writes: list[_Writing]) -> None:
     grids, values, _ = zip(*writes)
     flat, fmt = [w.reshape(-1) for w in values], grids[0].fmt
     amax = torch.stack([w.abs().amax() for w in flat])
-    if not amax.isfinite().all():
+    if not (amax <= _largest(fmt)).all():
         for one in writes: write(*one)
         return
     old = torch.stack([to.held_scale for to in grids])

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/numbers/07_blocks.ipynb #cab7227c
-from .formats import FP8Format, get_format, largest_scale, power_of_two
+from .formats import FP8Format, get_format, power_of_two
 from .quantize import fake_quantize
 from .scaling import amax_of, check_granularity, compute_scale, spread
 
 # %% ../../nbs/numbers/07_blocks.ipynb #4e99bf85
+_TOP = 2.0**127  # of scales, in float32 and as bytes
+
 def _fitting(amax: Tensor, scale: Tensor, fmt: FP8Format) -> Tensor:
     "`grown` without a limit, in float64."
     top_m, top_e = math.frexp(fmt.max)
@@ -32,9 +34,8 @@ def grown(
     scale: Tensor,  # powers of two, the same shape
     fmt: FP8Format,  # of what is divided by them
 ) -> Tensor:  # the same shape and dtype as `scale`
-    "Double scales until what they divide fits, or up to `largest_scale`; they never shrink."
-    needed = _fitting(amax, scale, fmt).clamp(max=largest_scale(fmt)).to(scale.dtype)
-    return torch.maximum(needed, scale)
+    "Double scales until what they divide fits, up to 2^127; they never shrink."
+    return _fitting(amax, scale, fmt).clamp(max=_TOP).to(scale.dtype)
 
 # %% ../../nbs/numbers/07_blocks.ipynb #43e516e3
 @lru_cache
@@ -64,15 +65,14 @@ class BlockScales:
 
     def start(self, w: Tensor, fmt: FP8Format) -> dict[str, Tensor]:
         "The scales for first values `w` [..., n], as they are kept: uint8 [..., blocks]."
-        return self._kept(compute_scale(self.amax(w), fmt).clamp(max=largest_scale(fmt)))
+        return self._kept(compute_scale(self.amax(w), fmt))
 
     def grow(self, kept: Mapping[str, Tensor], w: Tensor, fmt: FP8Format) -> dict[str, Tensor]:
-        """The scales, doubled until values `w` [..., n] fit, or up to `largest_scale`. Which need to, a storage
-        says: it puts 0 in the place of all others."""
+        """The scales, doubled until values `w` [..., n] fit. Which need to, a storage says: it puts 0
+        in the place of all others."""
         before = self.values(kept).double()  # the quotient may be beyond float32
         factor = _fitting(self.amax(w).double() / before, torch.ones_like(before), fmt)
-        wanted = (before * factor).clamp(max=largest_scale(fmt)).maximum(before)
-        return self.hold(wanted.float(), kept)
+        return self.hold((before * factor).clamp(max=_TOP).float(), kept)
 
     def hold(self, scale: Tensor, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "Scales [..., blocks] as they are kept, in the place of others."
@@ -101,7 +101,7 @@ class NVFP4Scales(BlockScales):
 
     def start(self, w: Tensor, fmt: FP8Format) -> dict[str, Tensor]:
         "The scales for first values `w` [..., n]: uint8 [..., blocks], and `whole`, float32."
-        wanted = (self.amax(w).float() / fmt.max).clamp(max=largest_scale(fmt))
+        wanted = (self.amax(w).float() / fmt.max).clamp(max=_TOP)
         return self._rounded(wanted, compute_scale(wanted.amax(), _E4M3), "nearest")
 
     def hold(self, scale: Tensor, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPECIALS', 'PRECISION', 'EIGHT_BIT', 'FORMATS', 'WIDE', 'FP8Format', 'encode', 'unit_in_first_place', 'power_of_two',
-           'ulp', 'is_whole', 'check_seed', 'kind_of', 'is_dense', 'check_float', 'check_bits', 'largest_scale',
-           'spec_of', 'get_format', 'signed_format', 'exact_text', 'plot_grids']
+           'ulp', 'is_whole', 'check_seed', 'kind_of', 'is_dense', 'check_float', 'check_bits', 'spec_of', 'get_format',
+           'signed_format', 'exact_text', 'plot_grids']
 
 # %% ../../nbs/numbers/00_formats.ipynb #db3fad99
 import math
@@ -438,14 +438,6 @@ _ALIASES = {  # other names of registered formats: those of ml_dtypes and torch,
     "E2M1": "float4_e2m1fn",
     "E8M0": "float8_e8m0fnu",
 }
-
-# %% ../../nbs/numbers/00_formats.ipynb #3de38594
-def largest_scale(
-    fmt: FP8Format,  # of what is divided by it
-) -> float:
-    """Return the largest power of two that leaves every value of a format finite in float32; of a wide
-    format, whose last values lie far beyond a tensor's largest, float32's own."""
-    return 2.0 ** (127 if fmt.max > WIDE else min(128 - math.frexp(fmt.max)[1], 127))
 
 # %% ../../nbs/numbers/00_formats.ipynb #7be861d9
 def spec_of(fmt: FP8Format) -> str:

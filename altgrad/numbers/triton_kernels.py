@@ -6,7 +6,6 @@
 __all__ = ['triton_refusal', 'triton_round', 'triton_count', 'triton_blocks']
 
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #24b533e1
-import math
 from functools import cache
 from typing import Any, Callable, NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #f55f459e
 from ..basics import InputError
-from .formats import WIDE, FP8Format, is_whole, kind_of, largest_scale, signed_format
+from .formats import WIDE, FP8Format, is_whole, kind_of, signed_format
 
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #4c4fd020
 try:
@@ -328,22 +327,21 @@ def triton_count(
 
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #de2402fc
 @_jit
-def _power_scale(amax, top, wide, cap):
+def _power_scale(amax, top, wide):
     "The exponent of the scale of blocks, from the patterns of their largest magnitudes."
     front = ((amax & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     small = front.to(tl.int32, bitcast=True)
     e = tl.where(amax >> 23 > 0, (amax >> 23) - 127, (small >> 23) - 253)
     m = tl.where(amax >> 23 > 0, amax, small) & 0x7FFFFF
     k = tl.where(wide != 0, e, e - ((top >> 23) - 127) + (m > (top & 0x7FFFFF)).to(tl.int32))
-    k = tl.minimum(tl.maximum(k, -126), cap)
+    k = tl.minimum(tl.maximum(k, -126), 127)
     return tl.where((amax > 0) & (amax < 0x7F800000), k, 0)
 
 @_jit
-def _e4m3_scale(amax, top, whole, cap):
+def _e4m3_scale(amax, top, whole):
     "Codes of E4M3 for the scales of blocks in units of the tensor's number, and the scales."
     wanted = tl.div_rn(amax.to(tl.float32, bitcast=True), top.to(tl.float32, bitcast=True))
-    kept = tl.minimum(wanted.to(tl.int32, bitcast=True), cap + 127 << 23)  # patterns are ordered as their numbers
-    z = tl.div_rn(kept.to(tl.float32, bitcast=True), whole).to(tl.int32, bitcast=True)
+    z = tl.div_rn(wanted, whole).to(tl.int32, bitcast=True)
     code, _, _ = _round(z, z < 0, 0, 3, -6, 0, "nearest")
     code = tl.minimum(tl.maximum(code, 1), 126)
     return code, (code << 20).to(tl.float32, bitcast=True) * 2.0**120 * whole
@@ -351,7 +349,7 @@ def _e4m3_scale(amax, top, whole, cap):
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #triton0c
 @_jit
 def _blocks_kernel(
-    x, codes, scales, whole, blocks, n, row, per_row, M, least, last, more, nan, top, wide, cap, sign,
+    x, codes, scales, whole, blocks, n, row, per_row, M, least, last, more, nan, top, wide, sign,
     keeps_zero: constexpr, two_levels: constexpr, ROWS: constexpr, SIZE: constexpr,
 ):
     "A program takes a few blocks of `n` elements; a row has `row` elements, `per_row` blocks."
@@ -364,11 +362,11 @@ def _blocks_kernel(
     a = bits & 0x7FFFFFFF
     if two_levels:
         amax = tl.max(tl.where(a < 0x7F800000, a, 0), 1)
-        byte, scale = _e4m3_scale(amax, top + tl.zeros_like(amax), tl.load(whole), cap + tl.zeros_like(amax))
+        byte, scale = _e4m3_scale(amax, top + tl.zeros_like(amax), tl.load(whole))
         z = tl.div_rn(a.to(tl.float32, bitcast=True), scale[:, None] + tl.zeros_like(a).to(tl.float32))
         code, _, _ = _round(z.to(tl.int32, bitcast=True), bits < 0, 0, M, least, 0, "nearest")
     else:
-        k = _power_scale(tl.max(a, 1), top, wide, cap)
+        k = _power_scale(tl.max(a, 1), top, wide)
         byte = k + 127
         code, _, _ = _round(a, bits < 0, 0, M, least + k[:, None], 0, "nearest")
     tl.store(scales + block, byte.to(tl.uint8), mask=block < blocks)
@@ -412,7 +410,7 @@ def triton_blocks(
         _blocks_kernel[(triton.cdiv(blocks, rows),)](
             bits, codes, scales, bits if whole is None else whole.to(x.device), blocks, block, row,
             per_row, numbers.M, numbers.least, numbers.last, numbers.more, fmt.code_nan or 0,
-            numbers.top, int(fmt.max > WIDE), math.frexp(largest_scale(fmt))[1] - 1, 2 ** (fmt.bits - 1),
+            numbers.top, int(fmt.max > WIDE), 2 ** (fmt.bits - 1),
             keeps_zero=int(fmt.code_minus_zero is not None), two_levels=int(whole is not None),
             ROWS=rows, SIZE=size, enable_fp_fusion=False)
     return codes, scales
