@@ -245,6 +245,9 @@ def test_a_part_that_is_missing_is_not_run():
     first = sizes.predictions(sizes.losses_of(made_up(usual, ("0.1m", "0.4m", "1.6m"))))  # not all arms of 1.6m
     assert set(first) == {text for text, arms in sizes.quantities().items() if set(arms) <= set(sizes.FIRST)}
     with pytest.raises(KeyError): sizes.predictions(sizes.losses_of(made_up(usual, ("0.1m", "0.4m"))))
+    some = sizes.losses_of(made_up(usual, ("0.1m", "0.4m", "1.6m", "1.6m-rest", "6.4m")))
+    assert sizes.score(sizes.predictions(some)).made == 12  # of 28: no verdict on all yet
+    with pytest.raises(KeyError): sizes.verdict_of_line(some)
 
 
 def test_one_place_refutes_a_claim_of_all_places_before_the_others_are_run():

@@ -574,14 +574,13 @@ def best_arms(
     good = {row["run"]: row for row in rows if not row.get("error")
             and row.get("val_loss") is not None}.values()
     confirmed = [row for row in good if row.get("stage") == "confirm"]
-    groups: dict[str, list[float]] = {}
-    rates: dict[str, set[Any]] = {}
-    for row in confirmed: rates.setdefault(_arm_text(row, rate=False), set()).add(row.get("lr"))
+    arms: dict[str, dict[str, list[float]]] = {}  # by arm, then by arm and rate
     for row in confirmed or good:
-        alone = len(rates.get(_arm_text(row, rate=False), ())) == 1
-        groups.setdefault(_arm_text(row, rate=not alone), []).append(row["val_loss"])
-    return sorted(((arm, statistics.fmean(v), len(v)) for arm, v in groups.items()),
-                  key=lambda found: found[1])
+        at_rates = arms.setdefault(_arm_text(row, rate=False), {})
+        at_rates.setdefault(_arm_text(row, rate=True), []).append(row["val_loss"])
+    groups = [(arm if confirmed and len(at_rates) == 1 else at_rate, losses)
+              for arm, at_rates in arms.items() for at_rate, losses in at_rates.items()]
+    return sorted(((arm, statistics.fmean(v), len(v)) for arm, v in groups), key=lambda found: found[1])
 
 # %% ../../nbs/evidence/01_sweep.ipynb #54bddfb7
 def _arm_text(row: Mapping[str, Any], rate: bool) -> str:

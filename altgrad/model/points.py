@@ -241,15 +241,17 @@ def round_in_forward(
 ) -> Tensor:  # the same shape
     """Return `x` rounded; in a pass that activation checkpointing repeats, as in the first.
     InputError for a point that cannot."""
-    if not training or not x.numel(): return point(x, False)
-    seen = torch.compiler.is_compiling()  # by a compiler, which repeats what it likes, with the same keys
-    again, draws = not seen and torch._C._current_graph_task_id() != -1, None
-    if point.remembers and not seen: draws = getattr(_thread, "draws", None)
-    scale, key = _drawn_before(point, draws) if again and point.remembers else (None, None)
-    if scale is None: scale = point.scale(x, not again)
-    if not again: key = point.key(x, True)
-    if draws is not None and not again: draws.note(point, scale, key)
-    return point.rounded(x, scale, key, watched=not again)
+    # a compiler repeats what it likes, with the same keys
+    if not (training and x.numel()) or torch.compiler.is_compiling(): return point(x, training)
+    again = torch._C._current_graph_task_id() != -1  # inside a backward pass
+    if not point.remembers: return point(x, not again)
+    draws = getattr(_thread, "draws", None)
+    if again:
+        scale, key = _drawn_before(point, draws)
+        return point.rounded(x, point.scale(x) if scale is None else scale, key, watched=False)
+    scale, key = point.scale(x, advance=True), point.key(x, advance=True)
+    if draws is not None: draws.note(point, scale, key)
+    return point.rounded(x, scale, key, watched=True)
 
 # %% ../../nbs/model/02_points.ipynb #a0cc41b2
 @dataclass(frozen=True)

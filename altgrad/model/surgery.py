@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 # %% ../../nbs/model/04_surgery.ipynb #46f4a066
-from ..basics import InputError, unknown
+from ..basics import InputError, is_number, unknown
 from ..numbers.formats import FP8Format, check_seed, get_format
 from ..numbers.kernels import CHUNK
 from ..numbers.quantize import fake_quantize
@@ -458,7 +458,7 @@ def clamp_outliers(
         bound = limit * mean.sqrt()
         return y.clamp(-bound, bound)
 
-    if not (isinstance(limit, (int, float)) and limit > 0):
+    if not (is_number(limit) and limit > 0):
         raise InputError(f"limit must be a positive number, not {limit!r}")
     found = [m for name, m in model.named_modules() if fnmatchcase(name, pattern)]
     if not found: raise InputError(f"no module matches {pattern!r}")

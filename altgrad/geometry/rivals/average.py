@@ -12,15 +12,15 @@ from typing import Any, Iterable
 from torch import Tensor
 
 # %% ../../../nbs/geometry/rivals/05_average.ipynb #7bd81db5
-from ...basics import InputError
+from ...basics import InputError, is_number
 from ...numbers.formats import FP8Format
 from ..optim import Job, StiffnessAdamW
 
 # %% ../../../nbs/geometry/rivals/05_average.ipynb #9759f970
 def _check_decay(decay: Any) -> None:
     "InputError unless an average can forget at this rate."
-    if type(decay) in (int, float) and 0 <= decay < 1: return
-    raise InputError(f"decay must be a number from 0 to below 1, not {decay!r}")
+    if not (is_number(decay) and 0 <= decay < 1):
+        raise InputError(f"decay must be a number from 0 to below 1, not {decay!r}")
 
 # %% ../../../nbs/geometry/rivals/05_average.ipynb #43a4354d
 class AveragedAdamW(StiffnessAdamW):
