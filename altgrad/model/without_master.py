@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 # %% ../../nbs/model/05_without_master.ipynb #1d4fc25f
 from ..basics import InputError, one_line, tell, unknown
-from ..geometry.optim import GeometryOptimizer, on_grids
+from ..geometry.optim import GeometryOptimizer, needs_closure, on_grids
 from ..geometry.rivals.lion import Lion
 from ..geometry.rivals.moments import (MOMENTS, SIGNED, SMALLEST, begin_anew, is_packed, moments_of,
                                              pack_moment, refuse_state, unpack_moment, with_moments)
@@ -634,8 +634,7 @@ def _refuse_optimizer(rule: Any) -> None:
         raise InputError(f"the optimizer must be a class of torch.optim.Optimizer, not {what}")
     told = inspect.signature(rule.__init__).parameters
     if "lr" not in told: raise InputError(f"{rule.__name__} takes no lr: {', '.join(told)}")
-    closure = inspect.signature(inspect.unwrap(rule.step)).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
+    if needs_closure(rule):
         raise InputError(f"the step of {rule.__name__} needs a closure, and weights on a grid none")
 
 # %% ../../nbs/model/05_without_master.ipynb #6a73e969
