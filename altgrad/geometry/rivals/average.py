@@ -12,15 +12,9 @@ from typing import Any, Iterable
 from torch import Tensor
 
 # %% ../../../nbs/geometry/rivals/05_average.ipynb #7bd81db5
-from ...basics import InputError, is_number
+from ...basics import InputError
 from ...numbers.formats import FP8Format
 from ..optim import Job, StiffnessAdamW
-
-# %% ../../../nbs/geometry/rivals/05_average.ipynb #9759f970
-def _check_decay(decay: Any) -> None:
-    "InputError unless an average can forget at this rate."
-    if not (is_number(decay) and 0 <= decay < 1):
-        raise InputError(f"decay must be a number from 0 to below 1, not {decay!r}")
 
 # %% ../../../nbs/geometry/rivals/05_average.ipynb #43a4354d
 class AveragedAdamW(StiffnessAdamW):
@@ -38,17 +32,20 @@ class AveragedAdamW(StiffnessAdamW):
         skip_nonfinite: bool = False,  # leave everything as it is when a gradient is not finite (waits for the device)
         compiled: bool = False,  # use torch.compile
     ):
-        _check_decay(decay)
         super().__init__(
             params, fmt, lr, betas, eps, weight_decay, power=0.0, skip_nonfinite=skip_nonfinite,
             compiled=compiled,
         )
         self.defaults["decay"] = decay
-        for group in self.param_groups: group.setdefault("decay", decay)
+        for group in self.param_groups:
+            group.setdefault("decay", decay)
+            self.check(group)
 
     def check(self, group: dict[str, Any]) -> None:
         super().check(group)
-        _check_decay(group.get("decay", 0.0))
+        decay = group.get("decay", 0.0)  # a group that says none has the constructor's, a moment later
+        if type(decay) not in (int, float) or not 0 <= decay < 1:
+            raise InputError(f"decay must be a number from 0 to below 1, not {decay!r}")
         if group["power"]: raise InputError("AveragedAdamW is AdamW's step: power must be 0")
 
     def stored(self, job: Job, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
