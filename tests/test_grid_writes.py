@@ -28,6 +28,64 @@ START = torch.tensor([[1.0, -2.0, 0.5, 4.0], [0.25, 3.0, -1.5, 448.0]])  # all o
 def weight(storage="grid_nearest"): return nn.Parameter(make_grid_tensor(START, "E4M3", storage))
 
 
+def on_grid(model: nn.Module, fmt: str, storage: str = "grid_nearest") -> nn.Module:
+    quantize_model(model, fmt)
+    store_on_grid(model, storage)
+    return model
+
+
+@pytest.mark.parametrize("fmt", ["E2M5", "E0M7"])
+@pytest.mark.parametrize("how", [{}, {"assign": True}])
+def test_plain_weights_that_are_loaded_make_the_grid_anew(fmt, how):
+    "Their scale is their own: one of weights that are 64 times larger would leave nothing of most."
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 32))
+    with torch.no_grad(): plain[0].weight /= 64
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    other = on_grid(nn.Sequential(nn.Linear(32, 32)), fmt)
+    other.load_state_dict(state, **how)
+    first = on_grid(plain, fmt)
+    assert isinstance(other[0].weight, GridTensor)
+    assert torch.equal(other[0].weight.codes, first[0].weight.codes)
+    assert torch.equal(other[0].weight.scale, first[0].weight.scale)
+    with pytest.raises(InputError, match="0.weight: weights on a grid must be finite"):
+        other.load_state_dict(state | {"0.weight": torch.full((32, 32), torch.nan)})
+
+
+@pytest.mark.parametrize("storage", ["grid_residual4", "grid_kahan", "bf16_kahan"])
+def test_another_memory_format_changes_no_part_of_a_weight(storage):
+    model = on_grid(nn.Sequential(nn.Conv2d(8, 8, 3)), "E4M3", storage)
+    with torch.no_grad(): model[0].weight.mul_(0.3)
+    before = {name: part.clone() for name, part in model[0].weight.data.parts().items()}
+    model.to(memory_format=torch.channels_last)
+    for name, part in model[0].weight.data.parts().items(): assert torch.equal(part, before[name]), name
+
+
+def test_a_weight_that_was_not_contiguous_is_written():
+    model = nn.Sequential(nn.Conv2d(8, 8, 3)).to(memory_format=torch.channels_last)
+    w = on_grid(model, "E4M3", "grid_residual8")[0].weight
+    with torch.no_grad(): w.mul_(1.0)
+    assert torch.equal(w.latent(), w.data.contiguous().latent())
+
+
+def test_in_inference_mode_it_is_read_as_elsewhere():
+    model, x = on_grid(nn.Sequential(nn.Linear(8, 8)), "E4M3"), torch.ones(2, 8)
+    with torch.no_grad(): want, row = model(x), model[0].weight[0] + 0
+    with torch.inference_mode():
+        assert torch.equal(model(x), want) and torch.equal(model[0].weight[0] + 0, row)
+        state = model.state_dict()
+    on_grid(nn.Sequential(nn.Linear(8, 8)), "E4M3").load_state_dict(state)
+    model(x).sum().backward()
+    assert model[0].weight.grad.shape == (8, 8)
+
+
+def test_memory_is_shared_part_by_part_and_never_as_floats():
+    model = on_grid(nn.Sequential(nn.Linear(8, 8)), "E4M3").share_memory()
+    assert all(part.is_shared() for part in model[0].weight.data.parts().values())
+    for take in (torch.from_dlpack, np.from_dlpack):
+        with pytest.raises(InputError, match="dequantize"): take(model[0].weight.detach())
+
+
 WRITES = {  # each leaves values of E4M3, so that rounding changes none
     "mul_": lambda w: w.mul_(0.5),
     "zero_": lambda w: w.zero_(),

@@ -27,6 +27,7 @@ from altgrad.geometry.spacing import (
 )
 from altgrad.geometry.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD, on_grids
 from altgrad.geometry.rivals.lion import Lion
+from altgrad.geometry.rivals.moments import with_moments
 from altgrad.geometry.storage import make_grid_tensor
 
 RULES = {
@@ -153,6 +154,34 @@ def test_on_a_grid_a_step_takes_the_gradients_of_its_closure(rule, drop):
         assert torch.equal(made[0].codes, made[1].codes) and torch.equal(made[0].latent(), made[1].latent())
         spacing = ulp(get_format("E4M3"), plain.detach().abs().max() / length) * length  # the grid's largest
         assert ((made[0].latent() - plain).abs() <= spacing).all()
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: on_grids(torch.optim.SGD)(p, lr=0.1), lambda p: with_moments(torch.optim.SGD, "dynamic8")(p, lr=0.1),
+    lambda p: StiffnessAdamW(p, "E4M3"),
+])
+def test_a_hook_of_a_step_runs_once_and_sees_what_the_optimizer_moves(make):
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # torch puts hooks around the step of a class with its first one
+    p, seen = nn.Parameter(make_grid_tensor(torch.ones(4), "E4M3", "grid_nearest")), []
+    optimizer = make([p])
+    optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["params"][0] is p))
+    optimizer.register_step_post_hook(lambda o, *_: seen.append(int(p.writes)))
+    p.grad = torch.ones(4)
+    optimizer.step()
+    assert seen == [True, 1]
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: torch.optim.SGD(p, lr=0.1), lambda p: on_grids(torch.optim.SGD)(p, lr=0.1),
+    lambda p: StiffnessAdamW(p, "E4M3"), lambda p: RiemannianAdamW(p, "E4M3"),
+])
+def test_a_graph_from_before_a_step_on_the_grid_is_refused_as_a_plain_one_is(make):
+    p = nn.Parameter(make_grid_tensor(torch.ones(4), "E4M3", "grid_nearest"))
+    optimizer, x = make([p]), torch.ones(4, requires_grad=True)
+    y = x * p
+    y.sum().backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"): y.sum().backward()
 
 
 def test_a_rule_that_needs_a_closure_is_not_for_grids():

@@ -24,12 +24,13 @@ from altgrad.evidence.instrument import Arm, Recipe, Task, Weights, blank_model,
 from altgrad.geometry.keeping import Storage, pack_bits, unpack
 from altgrad.geometry.optim import StiffnessAdamW, on_grids
 from altgrad.geometry.rivals.lion import Lion
-from altgrad.geometry.rivals.moments import is_packed, with_moments
+from altgrad.geometry.rivals.moments import dynamic_map, is_packed, with_moments
 from altgrad.geometry.storage import GridTensor, grid_weights
 from altgrad.model import without_master
 from altgrad.model.gpt import loss_of
 from altgrad.model.without_master import BITS, GridLinear
 from altgrad.numbers.formats import get_format
+from altgrad.training.checkpoint import load_checkpoint, save_checkpoint
 from old import NO_COMPILER
 
 SETTINGS = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -266,6 +267,61 @@ def test_a_graph_from_before_a_step_is_refused():
     loss.backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"): loss.backward()
+
+
+def test_a_second_backward_pass_after_a_released_step_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8))
+    altgrad.without_master(model, torch.optim.SGD, lr=1.0, release_gradients=True)
+    y = model(torch.ones(2, 8, requires_grad=True))
+    y[:, 0].sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"): y[:, 1].sum().backward()
+
+
+def test_what_follows_a_layer_may_work_in_place():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), torch.randn(2, 3, 8)
+    twin = copy.deepcopy(model)
+    altgrad.without_master(model, torch.optim.SGD, lr=0.1)
+    with torch.no_grad(): twin[0].weight.copy_(model[0].weight.dequantize())
+    for one in (model, twin): one(x).square().sum().backward()
+    assert torch.equal(model(x), twin(x)) and torch.equal(model(x[0, 0]), twin(x[0, 0]))
+    torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad)
+
+
+def test_the_rows_of_a_sparse_gradient_move_as_torch_moves_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 1024, sparse=True), nn.Linear(1024, 8))
+    plain = copy.deepcopy(model[0])
+    optimizer = altgrad.without_master(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for at in ([1, 2], [2, 3]):
+        for layer, rule in ((model[0], optimizer), (plain, theirs)):
+            layer(torch.tensor(at)).sum().backward()
+            rule.step()
+            rule.zero_grad()
+    assert torch.equal(model[0].weight, plain.weight)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64))
+def test_the_default_dtype_changes_no_moment(dtype):
+    dynamic_map.cache_clear()
+    torch.set_default_dtype(dtype)
+    try: altgrad.without_master(nn.Sequential(nn.Linear(64, 64).float()), torch.optim.AdamW), dynamic_map(True)
+    finally: torch.set_default_dtype(torch.float32)
+    other = dynamic_map(True)
+    dynamic_map.cache_clear()
+    assert other.dtype == torch.float32 and torch.equal(other, dynamic_map(True))
+
+
+def test_a_checkpoint_of_an_optimizer_that_releases_gradients_goes_on(tmp_path):
+    pairs = []
+    for _ in range(2):
+        model = network()
+        pairs.append((model, altgrad.without_master(model, torch.optim.AdamW, release_gradients=True)))
+    train(*pairs[0], range(3))
+    save_checkpoint(tmp_path / "at_3.pt", pairs[0][0], [pairs[0][1]], 3)
+    assert load_checkpoint(tmp_path / "at_3.pt", pairs[1][0], [pairs[1][1]])[0] == 3
+    assert train(*pairs[0], range(3, 6)) == train(*pairs[1], range(3, 6))
 
 
 def test_gradients_are_released():

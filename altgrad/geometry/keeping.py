@@ -179,7 +179,7 @@ class Storage:
             return self.latent(unpack(codes, fmt).to(dtype), residual, fmt)
         bits = self.residual_bits
         r = unpack_bits(residual, bits, codes.shape).view(torch.uint8) & 2**bits - 1
-        at = codes.int().mul_(2**bits).add_(r).view(-1)
+        at = codes.int().mul_(2**bits).add_(r).reshape(-1)
         return _all_latents(fmt, bits, codes.device).index_select(0, at).view(codes.shape)
 
 

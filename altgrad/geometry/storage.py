@@ -151,6 +151,12 @@ class GridTensor(torch.Tensor):
     def __tensor_unflatten__(inner, how, size, stride):
         parts = {name: inner[here] for name, here in GridTensor.PARTS.items() if here in inner}
         return GridTensor(**parts, how=how)
+    def share_memory_(self) -> "GridTensor":
+        "Move what it consists of to shared memory."
+        for part in self.parts().values(): part.share_memory_()
+        return self
+    def __dlpack__(self, *args, **kwargs):
+        raise InputError("a weight on a grid has no memory of floats to share: hand on w.dequantize()")
     def __reduce_ex__(self, protocol):
         """Return plain tensors and plain values for pickle,
         so that `torch.load` reads them with `weights_only`."""
@@ -158,7 +164,9 @@ class GridTensor(torch.Tensor):
         return _rebuild, (self.parts(), how, isinstance(self, nn.Parameter), self.requires_grad)
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return _dispatch(func, args, kwargs or {})
+        if not torch.is_inference_mode_enabled(): return _dispatch(func, args, kwargs or {})
+        # a tensor that is made in this mode could not be detached
+        with torch.inference_mode(False), torch.no_grad(): return _dispatch(func, args, kwargs or {})
 
 # %% ../../nbs/geometry/03_storage.ipynb #9b4c3d8f
 def _rebuild(
@@ -390,11 +398,18 @@ def _own(named: Mapping[str, Any]) -> dict[str, Any]:
     "The same, with copies of its tensors."
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in named.items()}
 
+def _is_clone(func: Any, x: Any, kwargs: Mapping[str, Any]) -> bool:
+    "Return whether an operation gives the same numbers in memory of their own."
+    if func is torch.ops.aten.clone.default: return True
+    if func is not torch.ops.aten._to_copy.default: return False
+    wanted = [kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device]
+    return wanted == [x.dtype, x.device]
+
 def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Reads unpack; an operation that writes a `GridTensor` computes on the
     unpacked values and writes them back, rounded once."""
     if func in _KEEP: return GridTensor(**args[0].parts(), how=args[0].how)
-    if func is torch.ops.aten.clone.default and not kwargs:
+    if _is_clone(func, args[0], kwargs):  # whatever memory format is asked for
         how = args[0].how  # a compiler takes none of its tensors
         return GridTensor(**_own(args[0].parts()), how=_own(how) if _has_values(args[0].held_codes) else how)
     if func is torch.ops.aten.copy_.default and _alike(*args[:2]): return _copy(*args[:2])
@@ -614,6 +629,14 @@ def _grid_of(name: str, layer: Any, storage: str, seed: int, number: int) -> Gri
     try: return make_grid_tensor(layer.weight, layer.weight_format, storage, seed, number, shared)
     except InputError as e: raise InputError(f"{name}.weight: {e}") from None
 
+def _load_afresh(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    "Has a plain weight that is loaded make the grid anew, scale and all."
+    given, mine = state.get(name := f"{prefix}weight"), layer.weight.data
+    if not isinstance(given, Tensor) or isinstance(given, GridTensor) or not isinstance(mine, GridTensor): return
+    if given.shape != mine.shape: return  # torch says so
+    try: state[name] = _made_alike(mine, given.to(mine.device))
+    except InputError as e: raise InputError(f"{name}: {e}") from None
+
 def store_on_grid(
     model: nn.Module,  # quantized by `quantize_model`; changed in place
     storage: str,  # one of `STORAGES` but `fp32`; `master` changes nothing
@@ -632,7 +655,9 @@ def store_on_grid(
     _refuse_shared(model, layers)
     _refuse_scaling(layers)
     grids = [_grid_of(name, layer, storage, seed, i) for i, (name, layer) in enumerate(layers.items())]
-    for layer, grid in zip(layers.values(), grids): layer.weight = nn.Parameter(grid)
+    for layer, grid in zip(layers.values(), grids):
+        layer.weight = nn.Parameter(grid)
+        layer.register_load_state_dict_pre_hook(_load_afresh)
     return list(layers)
 
 # %% ../../nbs/geometry/03_storage.ipynb #b1ed76ab

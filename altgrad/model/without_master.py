@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 # %% ../../nbs/model/05_without_master.ipynb #1d4fc25f
 from ..basics import InputError, one_line, tell, unknown
-from ..geometry.optim import GeometryOptimizer, needs_closure, on_grids
+from ..geometry.optim import GeometryOptimizer, bare_step, needs_closure, on_grids
 from ..geometry.rivals.lion import Lion
 from ..geometry.rivals.moments import (MOMENTS, SIGNED, SMALLEST, begin_anew, is_packed, moments_of,
                                              pack_moment, refuse_state, unpack_moment, with_moments)
@@ -66,6 +66,12 @@ def _dtype_of_product(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+def _product(x: Tensor, w: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+    "`_Product` of rows, [..., in] to [..., out]: of more dimensions it would return a view, which stays unwritten."
+    flat, rows = x.dim() == 2, x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    y = _Product.apply(rows, w, bias, _dtype_of_product(x), turned)
+    return y if flat else y.view(*x.shape[:-1], y.shape[-1])
 
 # %% ../../nbs/model/05_without_master.ipynb #acef108f
 _STAYS = ("the weight of a layer on the grid stays there, under its name: it takes no pruning, no parametrization "
@@ -176,7 +182,7 @@ class GridLinear(_OnGrid, nn.Linear):
     "A linear layer whose weight is codes; each product decodes it."
     def forward(self, x: Tensor) -> Tensor:
         "The linear map, [..., in] to [..., out]."
-        return _Product.apply(x, self.weight, self.bias, _dtype_of_product(x), False)
+        return _product(x, self.weight, self.bias, turned=False)
 
 class GridConv1D(_OnGrid):
     "GPT-2's linear layer in transformers, weight [in, out], whose weight is codes."
@@ -184,7 +190,7 @@ class GridConv1D(_OnGrid):
 
     def forward(self, x: Tensor) -> Tensor:
         "The linear map, [..., in] to [..., out]."
-        return _Product.apply(x, self.weight, self.bias, _dtype_of_product(x), True)
+        return _product(x, self.weight, self.bias, turned=True)
 
 # %% ../../nbs/model/05_without_master.ipynb #5ac8b32d
 def _kinds() -> dict[type, type]:
@@ -229,12 +235,6 @@ def _with_gradients(optimizer: Any) -> list[tuple[dict[str, Any], Tensor]]:
     "The parameters that have a gradient, each with its group."
     groups = optimizer.param_groups
     return [(g, p) for g in groups for p in g["params"] if p.grad is not None]
-
-# %% ../../nbs/model/05_without_master.ipynb #2e54ccd6
-def _bare(rule: Any) -> Any:
-    "The same class, without the hooks that torch puts around its step."
-    step = rule.step.__wrapped__ if getattr(rule.step, "hooked", False) else rule.step
-    return type(rule.__name__, (rule,), {"step": step})
 
 # %% ../../nbs/model/05_without_master.ipynb #2e54cce1
 ELEMENTWISE = (  # optimizers that do with an element what they would do if there were no other
@@ -433,9 +433,9 @@ class _Counted:
         "Elements of all parameters, when they were first counted."
         return sum(p.numel() for group in self.param_groups for p in group["params"])
 
-def _on_grids(rule: type) -> Any:
+def _on_grids(rule: Any) -> Any:
     "The same optimizer, whose weights may live on a grid."
-    return rule if issubclass(rule, GeometryOptimizer) else on_grids(_bare(rule))
+    return rule if issubclass(rule, GeometryOptimizer) else on_grids(rule)
 
 # %% ../../nbs/model/05_without_master.ipynb #3a4f1c24
 def updates_in_place(
@@ -449,13 +449,12 @@ def updates_in_place(
 @lru_cache
 def _in_place(rule: type, moments: str) -> Any:
     "A subclass of a rule."
-    plain = _bare(rule)
     packed: Any = with_moments(_on_grids(rule), moments)
     made = f"{rule.__name__}, moments {moments}"
     class InPlace(_Counted, packed):
         def step(self, closure: Callable | None = None) -> Any:
             with torch.enable_grad(): loss = None if closure is None else closure()
-            if not _is_by_tensor(rule): super().step()
+            if not _is_by_tensor(rule): bare_step(packed)(self)
             for group, p in _with_gradients(self):
                 if _is_by_tensor(rule): self.step_alone(group, p)
                 self.mend(p)
@@ -469,8 +468,8 @@ def _in_place(rule: type, moments: str) -> Any:
 
         def step_one(self, state: dict[Any, Any], group: dict[str, Any], p: Tensor) -> None:
             if _in_pieces(rule, moments, p):
-                return _move_in_pieces(self, plain.step, state, group, p, moments)
-            with _alone(self, state, group, p): super().step()
+                return _move_in_pieces(self, bare_step(rule), state, group, p, moments)
+            with _alone(self, state, group, p): bare_step(packed)(self)
 
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "saved_by": made}
@@ -500,7 +499,7 @@ def _mover(moments: str) -> Any:
 
 def _only_matrices(kind: Any, settings: dict[str, Any]) -> bool:
     "Whether a rule that takes a matrix refuses a vector."
-    try: kind([nn.Parameter(torch.ones(4))], **settings)
+    try: kind([nn.Parameter(torch.ones(4, dtype=torch.float32))], **settings)
     except ValueError: return True
     return False
 
@@ -549,6 +548,7 @@ def _release(optimizer: Any, p: Tensor) -> None:
     group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
     optimizer.step_alone(group, p)
     optimizer.mend(p)
+    torch.autograd.graph.increment_version(p)
     p.grad = None
 
 # %% ../../nbs/model/05_without_master.ipynb #b29139c6
@@ -659,7 +659,7 @@ def _refuse_narrow(model: nn.Module, grids: dict[Any, nn.Parameter], moments: in
 
 def _try_moments(kind: Any, settings: dict[str, Any], device: torch.device) -> None:
     "InputError for an optimizer whose moments cannot be kept in eight bits."
-    weight = nn.Parameter(torch.ones(64, 64, device=device))
+    weight = nn.Parameter(torch.ones(64, 64, device=device, dtype=torch.float32))
     weight.grad = torch.ones_like(weight)
     with torch.random.fork_rng(devices=[]):
         built = _built(kind, [weight], settings)

@@ -17,7 +17,6 @@ import random
 import re
 import warnings
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import asdict
 from itertools import chain
 from operator import itemgetter
@@ -161,7 +160,8 @@ def _check_points(model: nn.Module, saved: dict[str, Any]) -> None:
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """An exception unless the optimizer takes the saved state,
     and each tensor in it is a number or goes with its parameter."""
-    trial = copy(optimizer)
+    trial = object.__new__(type(optimizer))  # as `copy` makes it, of an optimizer that refuses to be pickled too
+    trial.__setstate__(optimizer.__getstate__())
     trial.load_state_dict(saved)
     for p, state in trial.state.items():
         for key, value in state.items() if isinstance(p, torch.Tensor) else ():

@@ -21,6 +21,7 @@ from torch import Tensor
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #de87fc37
 from ...basics import InputError, unknown
 from ..keeping import pack, unpack
+from ..optim import bare_step
 from ...numbers.formats import get_format
 from ...numbers.kernels import is_readable
 from ...numbers.quantize import fake_quantize
@@ -45,9 +46,9 @@ def dynamic_map(
     signed: bool,  # whether the tensor has negative elements
 ) -> Tensor:  # float32 [256], rising
     "The values of the dynamic map."
-    found = [torch.tensor([0.0, 1.0])]
+    found = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for i in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1)
+        edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float32)
         middles = 10.0 ** (i - 6) * ((edges[1:] + edges[:-1]) / 2)
         found += [middles, -middles] if signed else [middles]
     return torch.cat(found).sort().values
@@ -205,16 +206,18 @@ def _is_signed(name: str, value: Tensor, rule: type) -> bool:
     raise InputError(f"moments in eight bits are made from float32, not {value.dtype}: {name}")
 
 def _large(p: Any, value: Any) -> bool:
-    "Whether a value of a parameter's state has an element for each of the parameter's, and many."
-    return isinstance(value, Tensor) and value.shape == p.shape and value.numel() >= SMALLEST
+    "Whether a value of a parameter's state has an element for each of the parameter's, and many; a sparse one has not."
+    dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return dense and value.shape == p.shape and value.numel() >= SMALLEST
 
 # %% ../../../nbs/geometry/rivals/06_moments.ipynb #544f71da
 def moments_of(
     state: Mapping[str, Any],  # of a parameter
     p: Tensor,  # the parameter, any shape
 ) -> list[Tensor]:  # of its shape
-    "Return the moments that are not packed: what a state keeps for every element."
-    return [m for m in state.values() if isinstance(m, Tensor) and m.shape == p.shape and m.is_floating_point()]
+    "Return the moments that are neither packed nor sparse: what a state keeps for every element."
+    dense = [m for m in state.values() if isinstance(m, Tensor) and m.layout == torch.strided]
+    return [m for m in dense if m.shape == p.shape and m.is_floating_point()]
 
 def _all_finite(x: Tensor) -> bool:
     "Whether every element is finite; no where one may not look."
@@ -245,7 +248,8 @@ def with_moments(
 
         def step(self, closure: Callable | None = None) -> Any:
             before = _unpack_state(self, moments)
-            try: return super().step() if closure is None else super().step(closure)
+            step = bare_step(rule)
+            try: return step(self) if closure is None else step(self, closure)
             finally: _pack_state(self, moments, before)
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
