@@ -1,5 +1,5 @@
-"""What else could be the reason: formulas, resets, averages, floors, scales, inputs, all tensors; and
-the README's sentences on twelve checkpoints.
+"""What else could be the reason: formulas, resets, averages, floors, scales, inputs, all tensors, the noise
+of a residual's grid; and the README's sentences on twelve checkpoints.
 
 python nbs/studies/experiments/other_reasons.py --out FOLDER [--part NAME,...] [--workers N]
 
@@ -54,6 +54,7 @@ class Part:
     claims: Sequence[Claim]
     task: Task = LAW.task
     confirm: tuple[str, ...] = LAW.confirm
+    beside: str = ""  # a part whose arms are not run again where they are the same
 
     def protocol(self) -> Protocol:
         "The law of all parts, with this part's task and checkpoints."
@@ -63,6 +64,11 @@ class Part:
         "The arms by name."
         usual = {"rule": "adamw", "checkpoint": LAW.tune[0], "storage": GRID}
         return {name: Arm(**usual | how) for name, how in self.arms.items()}
+
+    def own(self) -> dict[str, Arm]:
+        "The arms that are run for this part."
+        there = set(PARTS[self.beside]().made().values()) if self.beside else set()
+        return {name: arm for name, arm in self.made().items() if arm not in there}
 
 
 def differs(arm: str, other: str) -> Callable[[Losses], Interval]:
@@ -252,6 +258,32 @@ def twelve() -> Part:
     return Part(arms, claims, confirm=BENCH.tune[2:] + BENCH.confirm)
 
 
+def noise() -> Part:
+    "The noise of a residual's own grid, on master weights: a reason why a residual ends below them?"
+    arms: dict[str, dict[str, Any]] = {}
+    claims = []
+    folder = os.path.relpath(Path(__file__).parent)  # as `with_noise` has it
+    for fmt in ("E4M3", "E3M4", "E5M2", "E7M0"):
+        master = f"{fmt} master"
+        arms[master] = PANELS[fmt] | METHODS["master"]
+        for bits, kind in ((2, "TwoBits"), (4, "FourBits")):
+            noisy, kept = f"{master}, noise of {bits} bits", f"{fmt} residual {bits}"
+            arms[noisy] = PANELS[fmt] | {"storage": "master", "rule": f"{folder}/noisy_residual.py:{kind}"}
+            arms[kept] = PANELS[fmt] | METHODS[f"residual {bits}"]
+            much = bits == 2 and fmt in ("E5M2", "E7M0")
+            words, judge = (("at least", lambda d: d.within(MARGIN)) if much else
+                            ("at most", lambda d: d.within(most=MARGIN)))
+            claims.append(Claim(f"{fmt}: the noise of {bits} bits costs master weights {words} 0.01 nats",
+                                differs(noisy, master), judge))
+            if fmt == "E7M0":
+                claims.append(Claim(f"{kept} ends above master weights with the noise of its grid",
+                                    differs(kept, noisy), lambda d: d.within(0.0)))
+            else:
+                claims.append(Claim(f"{kept} ends below master weights with the noise of its grid",
+                                    differs(kept, noisy), lambda d: d.within(most=0.0)))
+    return Part(arms, claims, confirm=BENCH.tune[2:] + BENCH.confirm, beside="twelve")
+
+
 PARTS: dict[str, Callable[[], Part]] = {  # in the order of the runs
     "average": average,
     "formulas": formulas,
@@ -264,6 +296,7 @@ PARTS: dict[str, Callable[[], Part]] = {  # in the order of the runs
     "betas": lambda: in_order({}, replace(LAW.task, beta2=0.999)),
     "batches": lambda: in_order({}, replace(LAW.task, batch_size=4 * LAW.task.batch_size)),
     "twelve": twelve,
+    "noise": noise,
 }
 
 
@@ -292,7 +325,7 @@ def main() -> int:
     failed = 0
     for name in chosen:
         part = PARTS[name]()
-        failed += Trial(part.made(), args.out / name, part.protocol()).run(args.workers)
+        failed += Trial(part.own(), args.out / name, part.protocol()).run(args.workers)
     return min(failed, 1)
 
 
