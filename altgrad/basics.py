@@ -13,6 +13,7 @@ import difflib
 import html
 import json
 import os
+import re
 import stat
 import sys
 from contextlib import contextmanager, suppress
@@ -75,6 +76,11 @@ class WriteError(InputError):
     """A file could not be written, because the disk is full for example;
     what was there before is whole."""
 
+def _unwritten(verb: str, path: Path | str, e: OSError) -> InputError:
+    "The error for what was not written: the request's where the place is wrong, else the machine's."
+    wrong_place = isinstance(e, (FileNotFoundError, FileExistsError, NotADirectoryError))
+    return (InputError if wrong_place else WriteError)(f"cannot {verb} {path}: {e.strerror or e}")
+
 def sync_folder(
     path: Path,  # where a file or a folder was renamed
 ) -> None:
@@ -89,19 +95,20 @@ def write_atomic(
     path: Path | str,  # the file to write; its folder must exist
     write: str | bytes | Callable,  # the content, or a function that is given the open binary file
 ) -> None:
-    """Writes a file so that readers, and a crash, see either the old content or the new;
-    WriteError (an InputError) if that is not possible."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Writes a file, or the one that a link names, so that readers, and a crash, see either the old content
+    or the new; WriteError (an InputError) if that is not possible, InputError where there is no such folder."""
+    place = Path(os.path.realpath(path))
+    temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
+        if place.exists() and not (place.is_file() or place.is_dir()): raise OSError(0, "it is not a file")
         with open(temporary, "wb") as file:
             if callable(write): write(file)
             else: file.write(write.encode() if isinstance(write, str) else write)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except OSError as e: raise WriteError(f"cannot write {path}: {e.strerror or e}") from None
+        os.replace(temporary, place)
+        sync_folder(place.parent)
+    except OSError as e: raise _unwritten("write", path, e) from None
     finally:
         with suppress(OSError): temporary.unlink(missing_ok=True)
 
@@ -109,10 +116,10 @@ def write_atomic(
 def make_folder(
     path: Path | str,
 ) -> None:
-    """Makes a folder, and those above it, where they are missing;
-    WriteError if that is not possible."""
+    """Makes a folder, and those above it, where they are missing; WriteError if that is not possible,
+    InputError where a file is in the way."""
     try: Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as e: raise WriteError(f"cannot create {path}: {e.strerror}") from None
+    except OSError as e: raise _unwritten("create", path, e) from None
 
 # %% ../nbs/basics.ipynb #048ed56f
 def cache_folder() -> Path:
@@ -156,6 +163,11 @@ def read_small(
 # %% ../nbs/basics.ipynb #f0b63f7d
 MOST_VALUES, MOST_LEVELS = 5000, 20  # of a YAML document
 
+def _is_number_of_old(node: yaml.Node) -> bool:
+    "Say whether a value is a number that YAML 1.1 takes for an octal one, or for one to base 60."
+    number = isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float"))
+    return number and re.fullmatch(r"[-+]?0[0-7_]+|.+:.+", node.value) is not None
+
 # %% ../nbs/basics.ipynb #2cf1c681
 class _Plain(yaml.SafeLoader):
     "YAML without aliases, without a key that stands twice, and within bounds."
@@ -173,6 +185,8 @@ class _Plain(yaml.SafeLoader):
         if self.values > MOST_VALUES: self.refuse(f"more than {MOST_VALUES:,} values", at)
         if self.levels > MOST_LEVELS: self.refuse(f"more than {MOST_LEVELS} levels", at)
         node = super().compose_node(parent, index)
+        if _is_number_of_old(node):
+            self.refuse(f"{node.value!r} is no decimal number: write it without leading zeros and colons", at)
         self.levels -= 1
         return node
 
