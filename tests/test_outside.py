@@ -20,6 +20,7 @@ from altgrad.evidence.instrument import (
 )
 from altgrad.evidence.study import arm_of
 from altgrad.evidence.sweep import Ledger, replay
+from altgrad.training.config import make_config
 from tiny import HEAD, TASK, TEXT
 
 LION = '''
@@ -339,3 +340,12 @@ def test_what_is_recorded_is_plain(texts, here):
         Arm(checkpoint="tiny-0", corpus="tiny", rule="lion.py:Lion", lr=0.01), bench(texts)
     )
     assert json.loads(json.dumps(row["sources"])) == {row["rule"]: LION}
+
+
+def test_two_files_of_one_name_are_refused_before_a_run(here):
+    (here / "other").mkdir()
+    (here / "other/lion.py").write_text(STORAGE)
+    with pytest.raises(InputError, match="two files are named lion.py"):
+        make_config({"format": "E4M3", "rule": "lion.py:Lion", "storage": "other/lion.py:near"})
+    (here / "lion.py").write_text(LION + STORAGE)  # both in one file
+    assert make_config({"format": "E4M3", "rule": "lion.py:Lion", "storage": "lion.py:near"}).rule in RULES

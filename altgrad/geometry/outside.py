@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MOST_SOURCE', 'TOLD', 'is_full', 'refuse_outside', 'use_rule', 'use_storage', 'use_function', 'sources_of', 'recall',
-           'keep_in', 'recall_from']
+           'check_files', 'keep_in', 'recall_from']
 
 # %% ../../nbs/geometry/07_outside.ipynb #e18d2c27
 import hashlib
@@ -305,6 +305,15 @@ def recall(
         full, value = _load(parts, text)
         if isinstance(value, Storage): STORAGES[full] = value
         else: RULES[full] = _rule(full, value)
+
+def check_files(
+    names: Iterable[str],  # of rules and storages of one run
+) -> None:
+    "InputError for two files of one name: a run's folder keeps one of each."
+    found: dict[str, str] = {}
+    for parts in filter(None, map(_parts, names)):
+        if parts.is_file and found.setdefault(parts.place, parts.sha) != parts.sha:
+            raise InputError(f"two files are named {parts.place}, and a run's folder keeps one: rename one of them")
 
 def keep_in(
     folder: Path,  # of a run

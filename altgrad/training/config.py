@@ -22,7 +22,7 @@ from ..basics import InputError, read_yaml, unknown
 from ..numbers.formats import get_format
 from ..geometry.catalogue import GEOMETRY, RULES, RuleSettings, build_rule, get_rule
 from ..geometry.optim import PLACEMENTS
-from ..geometry.outside import recall_from, use_rule, use_storage
+from ..geometry.outside import check_files, recall_from, use_rule, use_storage
 from ..geometry.rivals.moments import MOMENTS
 from ..geometry.spacing import FORMULAS
 from ..geometry.storage import STORAGES
@@ -216,6 +216,13 @@ def one_of(
     if given not in allowed: raise unknown(kind, given, allowed)
 
 # %% ../../nbs/training/03_config.ipynb #e6b3f460
+_FORMATS = ("format", "activation", "gradient", "weight_gradient", "head")  # settings that begin with one
+
+def _own_name(text: str) -> str:
+    "A format, and perhaps words, with the format's own name: one run has one config, however it is typed."
+    name, *words = text.split(maxsplit=1) or [""]
+    return " ".join([get_format(name).name, *words])
+
 def _check_config(c: TrainConfig) -> None:
     "InputError for the first thing that is wrong with a config."
     for f in fields(c): _check_value(c, f.name)
@@ -226,6 +233,8 @@ def _check_config(c: TrainConfig) -> None:
     odd = not c.name.isprintable() or set(c.name) & set("/\\") or c.name.startswith(".")
     if not c.name or odd or len(c.name.encode()) > 255:
         raise InputError(f"name {_brief(c.name)} cannot name a folder")
+    for key in _FORMATS:
+        if getattr(c, key) is not None: object.__setattr__(c, key, _own_name(getattr(c, key)))
     if c.format is not None and not (get_format(c.format).signed and get_format(c.format).has_zero):
         raise InputError(f"format {c.format} cannot hold weights: it must have a sign and a zero")
     preset(c.model)
@@ -243,6 +252,7 @@ def _check_rule(c: TrainConfig) -> None:
     or that the others exclude."""
     object.__setattr__(c, "storage", use_storage(c.storage))
     object.__setattr__(c, "rule", use_rule(c.rule))
+    check_files([c.rule, c.storage])
     one_of("placement", c.placement, PLACEMENTS)
     if c.moments is not None: one_of("moments", c.moments, MOMENTS)
     if c.formula is not None: one_of("formula", c.formula, FORMULAS)
@@ -267,6 +277,9 @@ def _check_points(c: TrainConfig) -> None:
     for key in ("activation", "gradient", "weight_gradient", "head", "rules"):
         if getattr(c, key) is not None and not STORAGES[c.storage].quantized:
             raise InputError(f"{key} needs a storage that is quantized; storage is {c.storage}")
+    if c.head is not None and c.task is None and STORAGES[c.storage].on_grid:
+        raise InputError(f"head needs the storage master: the head's weight is the embedding's, which is on no grid; "
+                         f"storage is {c.storage}")
     Interventions(nn.Module(), [], words_of(c.interventions))
     if c.accumulation is not None: one_of("accumulation", c.accumulation, ("rescaled",))
     if c.residual_clamp == 0: raise InputError("residual_clamp must be above 0, or null")
