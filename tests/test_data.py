@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import tarfile
 import time
 from collections import Counter
 
@@ -790,3 +791,28 @@ def test_a_table_in_a_folder_whose_name_is_not_utf8(tmp_path):
         pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 2]}), file)
     found = [row for _, row in D._parquet_rows(odd / "laws.parquet")]
     assert found == [{"text": "one"}, {"text": "two"}]
+
+
+def test_an_archive_is_read_as_the_folder_of_its_files(tmp_path, cache):
+    folder, archive = tmp_path / "texts", tmp_path / "texts.tar.xz"
+    (folder / "old").mkdir(parents=True)
+    (folder / "a.txt").write_text(prose(1, 300))
+    (folder / "old/b.md").write_text(prose(2, 300))
+    (folder / "notes.csv").write_text("x,y\n" * 100)
+    write_jsonl(folder / "rows.jsonl", [prose(i, 20) for i in range(3, 9)])
+    write_parquet(folder / "rows.parquet", text=[prose(i, 20) for i in range(9, 12)])
+    with tarfile.open(archive, "w:xz") as tar: tar.add(folder, ".")
+    there, packed = (load_corpus(f"path:{place}", cache=cache) for place in (folder, archive))
+    assert packed.hash == there.hash and b'{"text"' not in bytes(packed.train) + bytes(packed.val)
+    for link in (os.link, os.symlink):
+        link(folder / "a.txt", folder / "c.txt")
+        with tarfile.open(archive, "w:xz") as tar: tar.add(folder, ".")
+        refused("c.txt' is a link or a device", load_corpus, f"path:{archive}", cache=cache)
+        os.unlink(folder / "c.txt")
+
+
+def test_a_link_to_a_folder_is_not_passed_over_in_silence(tmp_path, cache):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text(prose(1, 300))
+    (tmp_path / "texts/more").symlink_to(tmp_path)
+    refused("more' is a link to a folder", load_corpus, f"path:{tmp_path / 'texts'}", cache=cache)

@@ -9,6 +9,7 @@ __all__ = ['TEXT_KINDS', 'SPLITS', 'TENTH', 'SPLIT_NAMES', 'Documents', 'NOT_LIB
 
 # %% ../../nbs/training/00_data.ipynb #59eb1ab7
 import hashlib
+import io
 import json
 import lzma
 import os
@@ -252,10 +253,10 @@ def _stdlib(root: Path | None = None) -> Iterator[tuple[int, bytes]]:
         except (InputError, OSError): continue
 
 # %% ../../nbs/training/00_data.ipynb #d6c4b306
-def _json_rows(path: Path) -> Iterator[tuple[str, dict]]:
+def _json_rows(path: Path, packed: bytes | None = None) -> Iterator[tuple[str, dict]]:
     """Each line with its place, for errors; blank lines are passed over,
     a wrong one is an InputError that names it."""
-    with open(path, "rb") as lines:
+    with open(path, "rb") if packed is None else io.BytesIO(packed) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip(): continue
             where = f"{str(path)!r} line {number}"
@@ -275,19 +276,21 @@ def _json_rows(path: Path) -> Iterator[tuple[str, dict]]:
             yield where, row
 
 # %% ../../nbs/training/00_data.ipynb #f330e571
-def _jsonl(path: Path) -> Iterator[bytes]:
+def _jsonl(path: Path, packed: bytes | None = None) -> Iterator[bytes]:
     "The `text` of each line."
-    return (_row_text(row["text"], where) for where, row in _json_rows(path))
+    return (_row_text(row["text"], where) for where, row in _json_rows(path, packed))
 
 # %% ../../nbs/training/00_data.ipynb #5594e268
-def _parquet_rows(path: Path, columns: Iterable[str] = ("text",)) -> Iterator[tuple[str, dict]]:
+def _parquet_rows(path: Path, packed: bytes | None = None,
+                  columns: Iterable[str] = ("text",)) -> Iterator[tuple[str, dict]]:
     """Each row with its place, those of `columns` that there are,
     a thousand rows in memory at a time; InputError for a file that is not parquet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with open_arrow(path) as source, pq.ParquetFile(source) as file:
+        opened = open_arrow(path) if packed is None else pa.BufferReader(packed)
+        with opened as source, pq.ParquetFile(source) as file:
             there, number = file.schema_arrow.names, 0
             if "text" not in there:
                 raise InputError(
@@ -303,36 +306,40 @@ def _parquet_rows(path: Path, columns: Iterable[str] = ("text",)) -> Iterator[tu
         raise InputError(f"{str(path)!r} is not a parquet file ({one_line(e, 200)})") from None
 
 # %% ../../nbs/training/00_data.ipynb #0c8df7b4
-def _parquet(path: Path) -> Iterator[bytes]:
+def _parquet(path: Path, packed: bytes | None = None) -> Iterator[bytes]:
     "The `text` of each row."
-    return (_row_text(row["text"], where) for where, row in _parquet_rows(path))
+    return (_row_text(row["text"], where) for where, row in _parquet_rows(path, packed))
 
 # %% ../../nbs/training/00_data.ipynb #c3869ee4
 ARCHIVE, LARGEST = ".tar.xz", 2**30  # bytes that an archive may hold
 
 # %% ../../nbs/training/00_data.ipynb #93accaed
 def _packed(path: Path) -> list[tuple[str, bytes]]:
-    """The files of an archive by name, in order; InputError for what is none,
+    """The texts of an archive by name, in order; InputError for what is none, has links or devices,
     or holds more than `LARGEST` bytes."""
-    found, size = [], 0
+    found: dict[str, bytes] = {}
+    size = 0
     try:
         with tarfile.open(path, "r:xz") as tar:
             for member in tar:
-                if not member.isfile(): continue
+                if member.isdir(): continue
+                if not member.isfile():
+                    raise InputError(f"{str(path)!r}: {member.name!r} is a link or a device; allowed: files")
                 size += member.size
                 if size > LARGEST:
                     raise InputError(
                         f"{str(path)!r} holds more than {LARGEST} bytes; allowed: smaller archives"
                     )
                 content = tar.extractfile(member).read()  # type: ignore[union-attr]  # it is a file
-                found.append((member.name.removeprefix("./"), content))
+                found[member.name.removeprefix("./")] = content
     except (tarfile.TarError, lzma.LZMAError, EOFError) as e:
         raise InputError(
             f"{str(path)!r} is not a whole {ARCHIVE} archive ({one_line(e, 200)})"
         ) from None
-    if not found:
-        raise InputError(f"the archive {str(path)!r} holds no file; allowed: archives of text")
-    return sorted(found)
+    texts = {name: content for name, content in found.items() if Path(name).suffix.lower() in READERS}
+    if not texts:
+        raise InputError(f"the archive {str(path)!r} holds no text; allowed: {', '.join(READERS)} files")
+    return sorted(texts.items())
 
 # %% ../../nbs/training/00_data.ipynb #f99e0149
 READERS = {".txt": None, ".md": None, ".py": None, ".jsonl": _jsonl,
@@ -348,6 +355,9 @@ def _files(root: Path) -> list[tuple[str, Path]]:
         raise InputError(
             f"{str(root)!r} is neither a file nor a folder; allowed: path:<file or folder>"
         )
+    for path in root.rglob("*"):
+        if path.is_symlink() and path.is_dir():
+            raise InputError(f"{str(path)!r} is a link to a folder, which is not followed; allowed: files and folders")
     found = [(key, path) for key, path in _walk(root) if path.suffix.lower() in READERS]
     if not found:
         raise InputError(
@@ -362,12 +372,11 @@ def _files(root: Path) -> list[tuple[str, Path]]:
     return found
 
 # %% ../../nbs/training/00_data.ipynb #836b5967
-def _unpacked(root: Path) -> Iterator[tuple[int, bytes]]:
-    "The documents of files that are not in an archive."
-    for key, path in _files(root):
-        read = READERS.get(path.suffix.lower())
-        if read is None: yield _position(key), _checked(path.read_bytes(), repr(str(path)))
-        else: yield from ((_position(text), text) for text in read(path))
+def _documents(key: str, path: Path, packed: bytes | None = None) -> Iterator[tuple[int, bytes]]:
+    "The documents of a file, whose bytes are at hand where it is in an archive."
+    read = READERS.get(path.suffix.lower())
+    if read: yield from ((_position(text), text) for text in read(path, packed))
+    else: yield _position(key), _checked(path.read_bytes() if packed is None else packed, repr(str(path)))
 
 # %% ../../nbs/training/00_data.ipynb #71fb7c01
 def _path(root: Path) -> Iterator[tuple[int, bytes]]:
@@ -375,8 +384,9 @@ def _path(root: Path) -> Iterator[tuple[int, bytes]]:
     in the order of their relative paths."""
     try:
         if root.name.endswith(ARCHIVE):
-            yield from ((_position(key), _checked(text, key)) for key, text in _packed(root))
-        else: yield from _unpacked(root)
+            for key, packed in _packed(root): yield from _documents(key, root / key, packed)
+        else:
+            for key, path in _files(root): yield from _documents(key, path)
     except OSError as e:
         raise InputError(
             f"cannot read {str(e.filename or root)!r} ({e.strerror or one_line(e, 200)})"
