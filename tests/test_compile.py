@@ -45,7 +45,7 @@ def run(corpus, tmp_path, monkeypatch):
 
     def train(name, **changes):
         torch._dynamo.reset()
-        trainer = Trainer(make_config({**SMALL, "name": name, **changes}), tmp_path, corpus)
+        trainer = Trainer(make_config({**SMALL, "name": name, "data": corpus.name, **changes}), tmp_path, corpus)
         return trainer.run(progress=False), trainer.folder.metrics()
 
     return train

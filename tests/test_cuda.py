@@ -167,7 +167,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(text, tmp_path, stora
     corpus = load_corpus(f"path:{text}", cache=tmp_path / "cache")
     config = make_config(dict(
         name="run", format="E4M3", storage=storage, max_steps=6, batch_size=2, block_size=16,
-        eval_windows=4, model="gpt-tiny", checkpoint_every=3, device=DEVICE, compile="off"))
+        eval_windows=4, model="gpt-tiny", checkpoint_every=3, device=DEVICE, compile="off", data=corpus.name))
     whole = Trainer(config, tmp_path / "whole", corpus).run(progress=False)
     batch, seen = Corpus.batch, []
 

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 # %% ../../nbs/training/04_trainer.ipynb #a69456bb
-from ..basics import InputError, tell
+from ..basics import InputError, one_line, tell
 from ..numbers.formats import get_format
 from ..numbers.kernels import path_text, rounding_key
 from ..geometry.outside import keep_in
@@ -507,10 +507,13 @@ def find_corpus(
     c: TrainConfig,
     corpus: Corpus | None = None,  # one that is loaded already
 ) -> Corpus:
-    """Load the config's corpus; InputError if it is too short,
+    """Load the config's corpus; InputError if it is too short or has another name or tokenizer,
     or if batches cannot be cut into equal parts."""
     load = load_labelled if c.task else load_corpus
     if corpus is None: corpus = load(c.data, c.tokenizer)
+    for key, given in (("data", corpus.name), ("tokenizer", corpus.tokenizer)):
+        if given != getattr(c, key):
+            raise InputError(f"the corpus has {key} {given!r}, and the config {getattr(c, key)!r}")
     if isinstance(corpus, LabelledCorpus) != (c.task == "multilabel"):
         raise InputError(f"the corpus {corpus.name!r} is not one for task {c.task}")
     corpus.require(c.block_size)
@@ -734,7 +737,9 @@ def recording(
     if rank() > 0:
         yield lambda row: None
         return
-    folder, shown = trainer.folder, RunProgress(trainer.config, start, progress)
+    folder, c, shown = trainer.folder, trainer.config, RunProgress(trainer.config, start, progress)
+    if progress and c.warmup_steps > c.max_steps:
+        tell(f"{c.name}: warmup_steps {c.warmup_steps} is above max_steps {c.max_steps}: lr is never reached")
     with MetricsLog(folder) as log, Mirror(folder, trainer.mirror) as mirror, shown.bar:
         def record(row: dict[str, Any]) -> None:
             log.append(row)
@@ -834,6 +839,14 @@ class Checkpointer:
         self.folder.keep_metrics(start)
 
 # %% ../../nbs/training/04_trainer.ipynb #098064cf
+def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
+    "What is not as it was when a run was begun, in a line."
+    def flat(facts: dict[str, Any]) -> dict[str, Any]:
+        return {**(facts["versions"] or {}), **(facts["machine"] or {}), "commit": facts["git_commit"]}
+    old, new = flat(was), flat(now)
+    said = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
+    return one_line(f"goes on where other software or another machine began: {'; '.join(said)}")
+
 class RunRecord:
     "Reads and writes a run's run.json: its circumstances, why it ended, its results."
     def __init__(self, trainer: Trainer): self.trainer, self.folder = trainer, trainer.folder
@@ -876,8 +889,13 @@ class RunRecord:
 
     def write(self, exit_reason: str, **more: Any) -> None:
         "Write the circumstances, why the run ended, and `more`."
-        t, c = self.trainer, self.trainer.config
+        t, c, steps = self.trainer, self.trainer.config, len(self.folder.metrics())
         layers = [m for _, m in quantized_layers(t.model)]
+        made_by = {
+            "versions": versions(),
+            "machine": machine(t.compute.device),
+            "git_commit": git_commit(),
+        }
         self.folder.write_record({
             "name": c.name,
             "exit_reason": exit_reason,
@@ -892,12 +910,20 @@ class RunRecord:
             "corpus": t.corpus.facts(),
             "parameters": sum(p.numel() for p in t.model.parameters()),
             "quantized_parameters": sum(m.weight.numel() for m in layers),
-            "versions": versions(),
-            "machine": machine(t.compute.device),
-            "git_commit": git_commit(),
-            "steps": len(self.folder.metrics()),
+            **made_by,
+            **self._earlier(made_by, steps),
+            "steps": steps,
             **more,
         })
+
+    def _earlier(self, made_by: dict[str, Any], steps: int) -> dict[str, list]:
+        "What made steps of the run before, where that was something else; a change is told once."
+        before = self.folder.record() if steps else {}
+        kept, was = before.get("earlier", []), {key: before.get(key) for key in made_by}
+        if before and was != made_by:
+            kept = [*kept, {"steps": steps, **was}]
+            tell(f"{self.trainer.config.name}: {_changes(was, made_by)}")
+        return {"earlier": kept} if kept else {}
 
     def finish(self, start: int, reason: str) -> dict[str, Any]:
         "Write the record of a run that has ended, and return it."
