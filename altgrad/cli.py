@@ -593,12 +593,12 @@ def _train(args: argparse.Namespace) -> int:
     if rank() == 0: _announce(args, [trainer])
     record = trainer.run(progress=not args.json)
     if rank() > 0: return 0 if succeeded(record) else 1  # process 0 speaks for all
-    figure = _draw_run(trainer.folder.path)
     if args.json: print(json.dumps(record))
     else:
         outcome = _outcome(record["results"])
         print(f"{record['exit_reason']}: validation {outcome}; see {trainer.folder.path}")
-        print(f"figure: {figure}")
+    figure = _draw_run(trainer.folder.path)
+    if not args.json: print(f"figure: {figure}")
     return 0 if succeeded(record) else 1
 
 # %% ../nbs/cli.ipynb #ed402c59
@@ -664,18 +664,19 @@ def _compare(args: argparse.Namespace) -> int:
     configs = [find_config(spec, _changes(args)) for spec in args.config]
     result = compare(configs, args.out, not args.json, announce=announce, seeds=args.seeds)
     figure = Path(args.out) / "comparison.png"
-    save_figure(plot_comparison(result), figure)
     if args.json:
         facts = {"seeds": result.seeds, "about_gaps": gap_line(result),
                  "figure": str(figure), "folder": str(args.out),
                  "unigram_entropy": result.unigram_entropy,
                  "bigram_entropy": result.bigram_entropy}
-        print(json.dumps({"rows": result.rows(), **facts}))
+        print(json.dumps({"rows": result.rows(), **facts}, allow_nan=False))
     else:
         console = Console() if sys.stdout.isatty() else Console(width=120)
         console.print(comparison_table(result, console.width))
-        lines = [gap_line(result), *notes(result), f"figure: {figure}", f"folder: {args.out}"]
+        lines = [gap_line(result), *notes(result), f"folder: {args.out}"]
         print("\n".join(line for line in lines if line))
+    save_figure(plot_comparison(result), figure)
+    if not args.json: print(f"figure: {figure}")
     runs = chain.from_iterable(map(result.runs, result.arms))
     return 0 if all(succeeded(run["record"]) for run in runs) else 1
 
@@ -791,14 +792,18 @@ def _bench(args: argparse.Namespace) -> int:
     arms = [Arm(format=name, **shared) for name in names]
     against = use_rule(args.against)
     cards = []
+    def draw(card: dict[str, Any]) -> None:
+        save_figure(plot_card(card), card_folder(args.out, card) / "card.png")
     for arm in arms:
         card = run_bench(arm, args.out, protocol, against, args.workers, not args.json)
         if card is None: return _say(f"runs failed; {args.out}/ledger.jsonl says why", 1)
-        folder = card_folder(args.out, card)
-        save_figure(plot_card(card), folder / "card.png")
         cards.append(card)
-        if not args.json: print(f"{card_text(card)}\nfolder: {folder}")
-    if args.json: print(json.dumps(cards, indent=1))
+        if args.json: continue
+        print(f"{card_text(card)}\nfolder: {card_folder(args.out, card)}")
+        draw(card)
+    if args.json:
+        print(json.dumps(cards, indent=1))
+        for card in cards: draw(card)
     return 0
 
 # %% ../nbs/cli.ipynb #76a4f439
@@ -983,8 +988,9 @@ def _autopsy(args: argparse.Namespace) -> int:
     from altgrad.views.report import save_figure
 
     found, figure = autopsy(args.run, args.against), Path(args.run) / "autopsy.png"
+    print(found)
     save_figure(plot_autopsy(found), figure)
-    print(f"{found}\nfigure: {figure}")
+    print(f"figure: {figure}")
     return 0
 
 # %% ../nbs/cli.ipynb #2a516eaa

@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from altgrad import cli
+from altgrad.basics import WriteError
+from altgrad.model.surgery import quantize_model
 
 import preloaded
 from kernels import with_kernels
@@ -499,3 +502,41 @@ def test_only_what_stores_as_it_goes_promises_to_go_on(command, kept, monkeypatc
     assert cli.main(command.split()) == 130
     said = f"; the same command goes on from {kept}" if kept else ""
     assert capsys.readouterr().err == f"altgrad: interrupted{said}\n"
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_what_was_found_is_printed_though_its_figure_cannot_be_written(tmp_path, monkeypatch, capsys, more):
+    from altgrad.evidence import bench
+    from altgrad.views import report
+
+    def full(*args): raise WriteError("the disk is full")
+    monkeypatch.setattr(report, "save_figure", full)
+    for name, value in dict(run_bench={"a card": 1}, card_text="a card", plot_card=None, card_folder=tmp_path).items():
+        monkeypatch.setattr(bench, name, lambda *args, value=value: value)
+    text, out = tmp_path / "text.txt", str(tmp_path / "runs")
+    text.write_text("a line of text\n" * 300)
+    # the loss of such a rate is finite, and its perplexity is not
+    how = [*settings(data=f"path:{text}", max_steps=2, lr=100.0, warmup_steps=0), "--out", out, "--wandb", "off"]
+    commands = [(["compare", "bf16_baseline", "e4m3_fp8", *how], "e4m3_fp8"), (["train", "e4m3_fp8", *how], "val_loss"),
+                (["bench", "adamw", "--out", out], "a card")]
+    if not more: commands[1] = commands[1][0], "validation loss"
+    if not more: commands.append((["autopsy", f"{out}/e4m3_fp8"], "e4m3_fp8 (E4M3"))
+    for command, words in commands:
+        assert cli.main([*command, *more]) == 1, command
+        said = capsys.readouterr()
+        assert words in said.out and "figure: " not in said.out and "the disk is full" in said.err
+        if more: assert "Infinity" not in said.out and json.loads(said.out)
+
+
+def test_a_folder_that_cannot_be_made_is_a_wrong_request(tmp_path, monkeypatch, capsys):
+    from altgrad.training import trainer
+
+    (tmp_path / "file").write_text("")
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    quantize_model(model, "E4M3")
+    monkeypatch.setattr(trainer, "trained_model", lambda run: model)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    for args in (["convert", "run", "--to", "fp8", "--out", str(tmp_path / "file")],
+                 ["explore", "--out", str(tmp_path / "absent/x.ipynb")]):
+        assert cli.main(args) == 2, args
+        assert capsys.readouterr().err.startswith("altgrad: cannot ")

@@ -1,9 +1,11 @@
 """What formats, rounding, scales, models and files refuse: one line that says what is allowed, and
 nothing changed before it."""
 import json
+import os
 import random
+import stat
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from altgrad.basics import MESSAGE, InputError, one_line, unknown
+from altgrad.basics import (
+    MESSAGE, InputError, make_folder, one_line, parse_yaml, unknown, write_atomic,
+)
 from altgrad.numbers.choosing import best_scale, profile_of, recommend_format
 from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.formats import FORMATS, FP8Format, get_format
@@ -28,7 +32,15 @@ from altgrad.geometry.optim import GridSGD, RiemannianAdamW, StiffnessAdamW
 from altgrad.geometry.storage import grid_storages, make_grid_tensor, store_on_grid
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
 from altgrad.model.surgery import quantize_model
+from altgrad.training import trainer
+from altgrad.training.config import load_config, make_config
+from altgrad.training.data import load_corpus
+from altgrad.training.experiment import Comparison
 from altgrad.training.tracking import RunFolder
+from altgrad.training.trainer import Trainer
+from altgrad.views import report, workspace
+from altgrad.views.autopsy import autopsy
+from altgrad.views.page import write_page
 from altgrad.watching.monitors import Monitors
 
 X = torch.tensor([1.0, 2.0, -3.0])
@@ -817,3 +829,175 @@ def test_a_folder_where_a_run_has_a_file(tmp_path, name):
     run.create("name: r\n")
     (run.path / name).mkdir(parents=True)
     assert f"{name} is a folder" in refused(run.check, {"name": "r"})
+
+
+# files, configs and folders of runs
+
+
+def test_a_pipe_stays_a_pipe_and_a_link_a_link(tmp_path):
+    pipe, target, link, lost = (tmp_path / name for name in ("pipe", "target", "link", "lost"))
+    os.mkfifo(pipe)
+    assert "it is not a file" in refused(write_atomic, pipe, "new") and stat.S_ISFIFO(pipe.stat().st_mode)
+    target.write_text("old")
+    link.symlink_to("target")
+    lost.symlink_to("later")
+    for place in (link, lost): write_atomic(place, "new")
+    assert target.read_text() == (tmp_path / "later").read_text() == "new"
+    assert link.is_symlink() and lost.is_symlink() and len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_wrong_place_is_the_requests_fault_and_no_failing_disk(tmp_path):
+    (tmp_path / "file").write_text("")
+    for call in (lambda: write_atomic(tmp_path / "absent/x", ""), lambda: make_folder(tmp_path / "file"),
+                 lambda: make_folder(tmp_path / "file/x")):
+        with pytest.raises(InputError) as caught: call()
+        assert type(caught.value) is InputError  # a WriteError ends a command with 1
+
+
+@pytest.mark.parametrize("number", ("010", "-07", "1:30", "1:30.5", "0_7", "!!int 010"))
+def test_a_number_that_yaml_reads_otherwise_than_people(number):
+    assert "is no decimal number" in refused(parse_yaml, f"seed: {number}", "it")
+    assert parse_yaml(f"seed: '{number}'", "it") == {"seed": number}
+
+
+def test_numbers_that_all_read_alike():
+    assert parse_yaml("[0, 10, -3, 0.5, 1e3, 1_000, 0x1F, 2001-01-01]", "it")[:3] == [0, 10, -3]
+
+
+def test_a_format_has_one_name_in_a_config_however_it_is_typed():
+    c = make_config({"format": "BFLOAT16", "activation": "e4m3  delayed", "gradient": "float8_e5m2 stochastic"})
+    assert (c.format, c.activation, c.gradient) == ("bfloat16", "E4M3 delayed", "E5M2 stochastic")
+    assert make_config({"format": "e4m3"}) == make_config({"format": "E4M3"}) == make_config({"format": "E4M3b7fn"})
+    assert make_config({"format": None}).format is None
+
+
+def test_a_head_that_no_setting_could_put_on_a_grid():
+    assert "head needs the storage master" in refused(
+        make_config, {"format": "E4M3", "storage": "grid_nearest", "head": "E4M3"})
+    assert make_config({"format": "E4M3", "head": "E4M3"}).head == "E4M3"
+
+
+@pytest.fixture
+def trained(tmp_path):
+    "A function that makes a run of two updates."
+    for name in ("a", "b"): (tmp_path / f"{name}.txt").write_text(f"{name} line of text.\n" * 300)
+
+    def train(name, corpus=None, **changes):
+        small = dict(max_steps=2, batch_size=2, block_size=8, eval_windows=2, warmup_steps=1, device="cpu")
+        config = make_config({"name": name, **small, "data": f"path:{tmp_path / 'a.txt'}", **changes})
+        made = Trainer(config, tmp_path / "runs", corpus)
+        made.run(progress=False)
+        return made.folder
+
+    return train
+
+
+def test_a_run_trains_on_the_text_of_its_config(tmp_path, trained):
+    other = load_corpus(f"path:{tmp_path / 'b.txt'}")
+    assert "b.txt', and the config" in refused(trained, "run", other)
+    assert "the corpus has tokenizer 'bytes'" in refused(
+        trained, "run", other, data=other.name, tokenizer="bpe-300")
+    mine = replace(other, name="mine")  # a text in memory has the name that the config gives it
+    assert trained("run", mine, data="mine").record()["corpus"]["name"] == "mine"
+
+
+def test_what_goes_on_elsewhere_says_so_and_keeps_what_made_the_steps_before(trained, monkeypatch, capsys):
+    first = trained("run", checkpoint_every=1)
+    whole, made = first.metrics(), first.record()
+    def interrupt():
+        first.write_record({**first.record(), "exit_reason": "interrupted"})
+        capsys.readouterr()
+    interrupt()
+    assert "earlier" not in trained("run", checkpoint_every=1).record() and not capsys.readouterr().err
+    for number, torch_there in enumerate(("0.1", "0.2"), 1):
+        interrupt()
+        monkeypatch.setattr(trainer, "versions", lambda there=torch_there: {**made["versions"], "torch": there})
+        record = trained("run", checkpoint_every=1).record()
+        assert len(record["earlier"]) == number and record["versions"]["torch"] == torch_there
+        told = capsys.readouterr().err
+        assert told.count("goes on where other software") == 1 and f"is {torch_there}" in told
+    assert record["earlier"][0] == {"steps": 2, **{key: made[key] for key in ("versions", "machine", "git_commit")}}
+    assert first.metrics() == whole and record["results"] == made["results"]
+
+
+def test_a_warm_up_that_does_not_end_is_told(trained, tmp_path, capsys):
+    config = load_config(trained("short").path / "config.yaml")
+    for name, warmup in (("long", 3), ("all", 2)):
+        Trainer(replace(config, name=name, warmup_steps=warmup), tmp_path / "runs").run()
+        assert ("warmup_steps 3 is above max_steps 2" in capsys.readouterr().err) == (warmup > 2)
+
+
+def test_a_twin_differs_in_format_storage_and_rule_alone_and_ended_well(trained):
+    trained("fast", format="bfloat16", lr=1e-2)
+    stopped = trained("stopped", format="bfloat16")
+    stopped.write_record({**stopped.record(), "exit_reason": "interrupted"})
+    run = trained("run", format="E4M3", storage="grid_nearest", eval_every=1)
+    assert autopsy(run.path).twin_name == ""
+    trained("twin", format="bfloat16")
+    assert autopsy(run.path).twin_name == "twin"
+
+
+FOREIGN = ('{"epoch": 1}', '{"step": 1, "events": 3}', '{"step": 1, "events": [3]}', '{"step": "1"}',
+           '{"step": 1, "loss": "low"}', '{"step": 1, "events": [{"kind": [1]}]}')
+
+
+@pytest.mark.parametrize("line", FOREIGN)
+def test_a_log_that_no_run_wrote(tmp_path, capsys, line):
+    for name, text in (("bad", line), ("good", '{"step": 1, "loss": 2.0}')):
+        run = RunFolder(tmp_path / name)
+        run.create(f"name: {name}\nmax_steps: 1\n")
+        run.metrics_file.write_text(f"{text}\n")
+    for look in (autopsy, write_page):
+        assert "not what a run logs (row 1)" in refused(look, tmp_path / "bad")
+        look(tmp_path / "good")
+    write_page(tmp_path)
+    write_page(tmp_path)
+    assert capsys.readouterr().err.count("passed over") == 1
+    assert "good" in (tmp_path / "watch.html").read_text()
+
+
+def test_a_damaged_neighbour_is_passed_over(tmp_path, trained, capsys):
+    run = trained("run", format="E4M3")
+    bad = run.path.parent / "bad"
+    bad.mkdir()
+    (bad / "config.yaml").write_text("lr: [")
+    assert autopsy(run.path).twin_name == "" and capsys.readouterr().err.count("passed over") == 1
+    write_page(run.path.parent)
+    assert "passed over" in capsys.readouterr().err
+    assert "not valid YAML" in refused(write_page, bad)
+
+
+@pytest.mark.parametrize("text", ("", "[]", "{}", '{"arms": 1, "unigram_entropy": 1, "bigram_entropy": 1}',
+                                  '{"arms": [], "unigram_entropy": 1, "bigram_entropy": 1}',
+                                  '{"arms": [{}], "unigram_entropy": 1, "bigram_entropy": 1}'))
+def test_a_comparison_that_is_damaged(tmp_path, text):
+    (tmp_path / "comparison.json").write_text(text)
+    assert "comparison.json is damaged" in refused(Comparison.load, tmp_path / "comparison.json")
+    assert "No such file" in refused(Comparison.load, tmp_path / "absent.json")
+
+
+def test_a_loss_without_a_perplexity_is_still_json():
+    arm = {"config": {"name": "a", "format": "E4M3", "seed": 0},
+           "record": {"exit_reason": "finished", "results": {"val_loss": 800.0}}}
+    row = Comparison([arm], 1.0, 1.0).rows()[0]
+    assert json.loads(json.dumps(row, allow_nan=False))["val_perplexity"] is None and row["val_loss"] == 800.0
+
+
+def test_two_places_of_wandb_have_lists_of_their_own(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(workspace, "read_rows", lambda ledger: [{"run": "a"}, {"run": "b"}])
+    monkeypatch.setattr(workspace, "_send_row", lambda row, **how: sent.append((how["entity"], row["run"])))
+    for place, new in (("a-b/c", 2), ("a/b-c", 2), ("a-b/c", 0)):
+        assert workspace.send_ledger("ledger", place, tmp_path, "offline") == new
+    assert sent == [("a-b", "a"), ("a-b", "b"), ("a", "a"), ("a", "b")]
+
+
+@pytest.mark.parametrize("fmt, codes", (("E4M3", "256 codes"), ("E2M3", "64 codes"), ("E2M1", "16 codes"),
+                                        ("bfloat16", "256 top bytes")))
+def test_codes_are_counted_among_those_of_the_format(fmt, codes):
+    from matplotlib.figure import Figure
+
+    arm = {"config": {"name": "a", "format": fmt}, "record": {"bit_histogram": [5, 3] + [0] * 254}}
+    ax = Figure().subplots()
+    report._plot_histogram(ax, arm, {"color": "gray"})
+    assert ax.get_title().endswith(f"2 of {codes} used")

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, Mapping, NamedTuple
 
 # %% ../../nbs/views/02_autopsy.ipynb #7972f902
-from ..basics import COLORS, INK, InputError, in_figure_style
+from ..basics import COLORS, INK, InputError, in_figure_style, tell
 from ..watching.thresholds import Alarms
-from ..training.tracking import StoredRun, check_log, state_of
+from ..training.experiment import MAY_DIFFER
+from ..training.tracking import StoredRun, check_log, check_rows, state_of
+from ..training.trainer import succeeded
 from .watch import LIMITS, Tail, event_text, limits_of, parse_metric, rows_of
 
 # %% ../../nbs/views/02_autopsy.ipynb #fcdcdac1
@@ -258,7 +260,7 @@ def _events(rows: list[dict[str, Any]], known: set[tuple[str, str]]) -> list[Fin
     found: dict[tuple[str, str], Finding] = {}
     for row in rows:
         for e in row.get("events", ()):
-            kind, (layer, quantity) = e.get("kind", "event"), parse_metric(e.get("metric", ""))
+            kind, (layer, quantity) = e.get("kind") or "event", parse_metric(e.get("metric") or "")
             of_loss = kind == "divergence" or kind == "nonfinite" and quantity == "loss"
             if of_loss or kind == "warning" and (quantity, layer) in known: continue
             what, layer = (quantity, layer) if kind == "warning" else (kind, e.get("layer") or "")
@@ -267,33 +269,45 @@ def _events(rows: list[dict[str, Any]], known: set[tuple[str, str]]) -> list[Fin
     return list(found.values())
 
 # %% ../../nbs/views/02_autopsy.ipynb #194fd26d
+# settings that move no weight
+_LOOKS_ON = {"monitor_every", "wandb_layers", "eval_every", "eval_windows", "checkpoint_every"}
+
+def _is_twin(other: StoredRun, config: dict[str, Any]) -> bool:
+    """Say whether a run is of bfloat16 or of no format, ended well, and has all other settings that move weights
+    but those in which arms of a comparison may differ."""
+    found = other.stored_config() or {}
+    if found.get("format") not in ("bfloat16", None) or not succeeded(other.record()): return False
+    keys = {*found, *config} - MAY_DIFFER - _LOOKS_ON
+    return all(found.get(key) == config.get(key) for key in keys)
+
 def _find_twin(run: StoredRun) -> StoredRun | None:
-    "The bfloat16 run beside this one that has its steps and text."
-    config = run.stored_config() or {}
-    keys = ("max_steps", "data", "tokenizer", "model", "batch_size", "block_size", "seed")
-    for path in sorted(run.path.absolute().parent.glob("*/config.yaml")):
-        other = StoredRun(path.parent).stored_config() or {}
-        plain = other.get("format") in ("bfloat16", None)
-        alike = plain and all(other.get(k) == config.get(k) for k in keys)
-        if alike and path.parent != run.path.absolute(): return StoredRun(path.parent)
+    "The twin beside this run; one that cannot be read is passed over."
+    config, here = run.stored_config() or {}, run.path.absolute()
+    for path in sorted(here.parent.glob("*/config.yaml")):
+        if path.parent == here: continue
+        try:
+            if _is_twin(StoredRun(path.parent), config): return StoredRun(path.parent)
+        except InputError as e: tell(f"passed over: {e}")
     return None
 
 # %% ../../nbs/views/02_autopsy.ipynb #f5a37899
 def autopsy(
     run_dir: Path | str,  # a run's folder
-    against: Path | str | None = None,  # a healthy run; None: the bfloat16 run beside it with the same text and steps
+    against: Path | str | None = None,  # a healthy run; None: the bfloat16 run beside it with the same settings
 ) -> Autopsy:
     """Examines a run; InputError where there is none, no step was made,
     or its metrics or its twin's were changed."""
     run = StoredRun(run_dir)
-    config, rows = run.stored_config(), rows_of(run)
+    config = run.stored_config()
     if config is None: raise InputError(f"{run.path} is not a run folder")
+    check_rows(run.metrics_file, Tail(run.metrics_file).read())
+    rows = rows_of(run)
     if not rows: raise InputError(f"{run.path} has no step to examine; {state_of(run)}")
     twin = StoredRun(against) if against else _find_twin(run)
     if against and twin and not twin.metrics_file.is_file():
         raise InputError(f"{twin.path} holds no metrics to compare with")
     if twin: check_log(twin)
-    healthy = Tail(twin.metrics_file).read() if twin else []
+    healthy = check_rows(twin.metrics_file, Tail(twin.metrics_file).read()) if twin else []
     losses = {r["step"]: v for r in healthy if (v := r.get("loss")) is not None}
     left = out_of_range(rows, limits_of(config))
     events = _events(rows, {(f.what, f.layer) for f in left})

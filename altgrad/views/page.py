@@ -10,12 +10,13 @@ __all__ = ['AXES', 'LOGARITHMIC', 'find_runs', 'RunView', 'read_run', 'share', '
 import html
 import math
 import time
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..basics import COLORS, InputError, is_number, write_atomic
-from ..training.tracking import StoredRun, state_of
+from ..basics import COLORS, InputError, is_number, tell, write_atomic
+from ..training.tracking import StoredRun, check_rows, state_of
 from .watch import Tail
 
 # %% ../../nbs/views/05_page.ipynb #dc0897d6
@@ -56,8 +57,9 @@ def _points(rows: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
 def read_run(
     run: StoredRun,
 ) -> RunView:
-    "Read what the page shows of a run, as far as it has come."
+    "Read what the page shows of a run, as far as it has come; InputError for what no run wrote."
     config, rows = run.stored_config() or {}, Tail(run.metrics_file).read()
+    check_rows(run.metrics_file, rows)
     peaks = {key: config[key] for key in ("lr", "rule_lr") if is_number(config.get(key))}
     last = {key: points[-1][1] for key in AXES if (points := _points(rows, key))}
     flags = [f"{event.get('kind', 'event')} at step {row['step']}" for row in rows
@@ -204,12 +206,25 @@ def _row(v: RunView) -> str:
     return f'<tr>{shown}<td class="flag">{html.escape("; ".join(v.flags))}</td></tr>'
 
 # %% ../../nbs/views/05_page.ipynb #a9ab0941
+@cache
+def _tell_once(text: str) -> None: tell(text)
+
+def _views(folder: Path | str) -> list[RunView]:
+    "The runs of a folder; of several, one that cannot be read is passed over."
+    runs, views = find_runs(folder), []
+    for run in runs:
+        try: views.append(read_run(run))
+        except InputError as e:
+            if len(runs) == 1: raise
+            _tell_once(f"passed over: {e}")
+    return views
+
 def write_page(
     folder: Path | str,  # of one run, or of several
     every: int = 5,  # seconds between renewals
 ) -> bool:  # whether a run goes on
     "Write `watch.html` into the folder: a page of its runs as they are now."
-    views = [read_run(run) for run in find_runs(folder)]
+    views = _views(folder)
     going_on = any(v.state.startswith("running") for v in views)
     page = render_page(views, Path(folder).absolute().name, every if going_on else None)
     write_atomic(Path(folder) / "watch.html", page)

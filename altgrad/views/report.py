@@ -232,8 +232,8 @@ def _plot_histogram(ax: Any, arm: dict[str, Any], look: dict[str, Any]) -> None:
     counts = arm["record"].get("bit_histogram") or [0] * 256
     if sum(counts):
         ax.bar(range(-128, 128), _by_value(counts, name), width=1.0, color=look["color"])
-    wide = name != "none" and get_format(name).bits > 8
-    used = f"{sum(c > 0 for c in counts)} of 256 {'top bytes' if wide else 'codes'} used"
+    bits = 8 if name == "none" else get_format(name).bits
+    used = f"{sum(c > 0 for c in counts)} of {2 ** min(bits, 8)} {'top bytes' if bits > 8 else 'codes'} used"
     ax.set_title(f"{textwrap.fill(arm['config']['name'], 26)}\n{used}", fontsize=9)
     ax.set_yticks([])
     ax.set_xlabel("code, ordered by value", fontsize=10)

@@ -11,6 +11,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ..basics import InputError
 from ..model.points import POINTS
@@ -182,7 +183,7 @@ def send_ledger(
     entity, project = _place(place)
     folder, rows = Path(folder), [row for row in read_rows(ledger) if not row.get("error")]
     if mode == "online": _need_key()
-    sent = folder / f"sent-{entity}-{project}.txt"
+    sent = folder / f"sent-{quote(place, safe='')}.txt"
     folder.mkdir(parents=True, exist_ok=True)
     there = set(sent.read_text(encoding="utf-8").split()) if sent.is_file() else set()
     new = [row for row in rows if row["run"] not in there]
