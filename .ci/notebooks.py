@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import nbformat
@@ -27,6 +28,7 @@ README = ROOT / "README.md"
 # nbdev's `- key: value` below the title
 FRONTMATTER_LINE = re.compile(r"^- [\w-]+: .*\n?", re.MULTILINE)
 DIRECTIVE_LINES = re.compile(r"\A(\s*#\s*\|.*(\n|\Z))+")
+SOURCE_LINE = re.compile(r"(/blob/\S+?\.py)#L\w+")  # of nbdev's link to a source
 LINK = re.compile(r'(\]\(|src=")([^)"#\s]+)')
 NO_SOURCE_TAG = "no-source"  # our exporter shows only the outputs of cells with this tag
 SKIP_TAG = "skip-execution"  # nbclient leaves cells with this tag alone, their outputs too
@@ -58,6 +60,12 @@ def write_atomically(path: Path, text: str):
     os.replace(part, path)
 
 
+def drop_source_line(output):
+    "Let nbdev's link in an output open the file: a stored line is soon another, and None for an imported name."
+    data = output.get("data", {})
+    if "text/markdown" in data: data["text/markdown"] = SOURCE_LINE.sub(r"\1", data["text/markdown"])
+
+
 def execute_one(path: Path, run_all: bool):
     "Run one notebook in a kernel of its own and store its outputs."
     nb = nbformat.read(path, as_version=4)
@@ -70,6 +78,7 @@ def execute_one(path: Path, run_all: bool):
         nb, timeout=None, skip_cells_with_tag=SKIP_TAG, resources=where, extra_arguments=quiet,
         store_widget_state=False,
     ).execute()
+    for output in chain.from_iterable(cell.get("outputs", ()) for cell in nb.cells): drop_source_line(output)
     write_atomically(path, nbformat.writes(nb))
     nbdev_clean.__wrapped__(str(path))
 

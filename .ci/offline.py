@@ -2,11 +2,10 @@
 
 python .ci/offline.py FOLDER
 
-Removes the scripts that Quarto adds for widgets (nothing here uses them), and fails if a page still
-asks for something
-elsewhere. Quarto puts require.js and jQuery, from a CDN, into each page that has an HTML output,
-also where that output
-is a table (`extractJupyterWidgetDependencies` in quarto-cli's src/core/jupyter/widgets.ts).
+Removes the scripts that Quarto adds for widgets (nothing here uses them) and source lines that
+are None, and fails if a page still asks for something elsewhere. Quarto puts require.js and jQuery,
+from a CDN, into each page that has an HTML output, also where that output is a table
+(`extractJupyterWidgetDependencies` in quarto-cli's src/core/jupyter/widgets.ts).
 """
 import re
 import sys
@@ -32,6 +31,11 @@ def without_widgets(page: str) -> str:
     return WIDGETS.sub("", page)
 
 
+def without_lost_lines(page: str) -> str:
+    "A page whose links to a source have a line or none, and not the None that nbdev stores for an imported name."
+    return page.replace('.py#LNone"', '.py"')
+
+
 def asked(text: str) -> list[str]:
     "The addresses of other hosts that a browser asks when it opens a page or reads a style sheet."
     return [address for pattern in ASKS for address in pattern.findall(text)]
@@ -42,7 +46,7 @@ def main(folder: Path) -> int:
     found = 0
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".html", ".css")):
         before = path.read_text(encoding="utf-8")
-        after = without_widgets(before) if path.suffix == ".html" else before
+        after = without_lost_lines(without_widgets(before)) if path.suffix == ".html" else before
         if after != before: path.write_text(after, encoding="utf-8")
         for address in asked(after):
             print(f"{path.relative_to(folder)} asks for {address}", file=sys.stderr)

@@ -221,6 +221,18 @@ def test_what_quarto_adds_for_widgets_is_removed_and_nothing_else():
     ]
 
 
+def test_a_link_to_a_source_has_a_line_that_is_there_or_none(monkeypatch):
+    assert OFFLINE["without_lost_lines"]('<a href="/blob/main/a.py#LNone"><a href="/blob/main/a.py#L3">') == (
+        '<a href="/blob/main/a.py"><a href="/blob/main/a.py#L3">')
+    monkeypatch.chdir(ROOT)
+    drop = runpy.run_path(str(ROOT / ".ci/notebooks.py"))["drop_source_line"]
+    for line in ("None", "12"):
+        output = {"data": {"text/markdown": f"[source](https://x/blob/main/a.py#L{line}){{target=_blank}}"}}
+        drop(output)
+        assert output["data"]["text/markdown"] == "[source](https://x/blob/main/a.py){target=_blank}"
+    drop({"name": "stdout"})
+
+
 @pytest.mark.parametrize("text, asks", [
     ('<script src="https://unpkg.com/a.js"></script>', True),
     ('<link href="//fonts.googleapis.com/css" rel="stylesheet">', True),
