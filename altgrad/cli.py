@@ -433,8 +433,7 @@ def _add_watch(commands: Any) -> None:
     p.add_argument("run", metavar="RUN",
                    help="a run's folder, or one that altgrad.record wrote in another loop")
     p.add_argument("--against", metavar="RUN",
-                   help="a healthy run (default: the bfloat16 run beside it with the same text "
-                        "and steps)")
+                   help="a healthy run (default: the bfloat16 run beside it with the same settings)")
     does = "round the step that altgrad.record(..., dump=True) wrote, and say what layers lose"
     p = _command(commands, "what-if", does)
     p.add_argument("folder", metavar="FOLDER", help="that altgrad.record wrote")
@@ -673,10 +672,9 @@ def _compare(args: argparse.Namespace) -> int:
     else:
         console = Console() if sys.stdout.isatty() else Console(width=120)
         console.print(comparison_table(result, console.width))
-        lines = [gap_line(result), *notes(result), f"folder: {args.out}"]
-        print("\n".join(line for line in lines if line))
+        print("\n".join(line for line in [gap_line(result), *notes(result)] if line))
     save_figure(plot_comparison(result), figure)
-    if not args.json: print(f"figure: {figure}")
+    if not args.json: print(f"figure: {figure}\nfolder: {args.out}")
     runs = chain.from_iterable(map(result.runs, result.arms))
     return 0 if all(succeeded(run["record"]) for run in runs) else 1
 

@@ -306,6 +306,7 @@ def recall(
         if isinstance(value, Storage): STORAGES[full] = value
         else: RULES[full] = _rule(full, value)
 
+# %% ../../nbs/geometry/07_outside.ipynb #1d99d46f
 def check_files(
     names: Iterable[str],  # of rules and storages of one run
 ) -> None:

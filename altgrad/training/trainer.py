@@ -838,7 +838,7 @@ class Checkpointer:
         self.folder.checkpoints.rewind(start)
         self.folder.keep_metrics(start)
 
-# %% ../../nbs/training/04_trainer.ipynb #098064cf
+# %% ../../nbs/training/04_trainer.ipynb #bc378a16
 def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
     "What is not as it was when a run was begun, in a line."
     def flat(facts: dict[str, Any]) -> dict[str, Any]:
@@ -847,6 +847,7 @@ def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
     said = [f"{key} was {old.get(key)}, is {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
     return one_line(f"goes on where other software or another machine began: {'; '.join(said)}")
 
+# %% ../../nbs/training/04_trainer.ipynb #098064cf
 class RunRecord:
     "Reads and writes a run's run.json: its circumstances, why it ended, its results."
     def __init__(self, trainer: Trainer): self.trainer, self.folder = trainer, trainer.folder
