@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
 from .attempt import (AT_A_TIME, Attempt, Precision, attempt, attempt_alone, by_element,
-                                      decay_moves, half_gap, moves, precision_of)
+                                      decay_moves, decouples, half_gap, moves, precision_of)
 from .loops import (RELEASED, LoopMeter, OpenStep, check_pair, codes_of, in_lightning,
-                                    in_transformers, local, names_of, parts_of_loop,
-                                    releases, rich_table, sampled, values_of)
+                                    in_transformers, is_skipped, local, loss_scale, names_of,
+                                    parts_of_loop, releases, rich_table, sampled, values_of)
 from .monitors import check_every
 
 # %% ../../nbs/watching/10_stall.ipynb #12572b88
@@ -232,8 +232,7 @@ def _sum_attempt(b: _Batch, tried: Attempt) -> None:
 def _multiplies(b: _Batch) -> bool:
     "Whether a step multiplies its weights first, as torch's decoupled decay does."
     if isinstance(b.params[0].data, GridTensor) or not by_element(b.optimizer): return False
-    decoupled = b.group.get("decoupled_weight_decay", isinstance(b.optimizer, torch.optim.AdamW))
-    return bool(decoupled) and not b.group.get("fused")
+    return decouples(b.optimizer, b.group) and not b.group.get("fused")
 
 def _decay_moves(b: _Batch, decay: Tensor) -> Tensor:
     "Which elements decay moves if it is rounded by itself."
@@ -391,8 +390,7 @@ class _Watch:
         if self.open.enter(): return False
         self.pending, self.steps = None, self.steps + 1
         due = self.steps == 1 or self.steps % self.every == 0
-        skipped = getattr(self.optimizer, "found_inf", None)  # GradScaler's word to a fused step
-        if not due or (skipped is not None and float(skipped)): return False
+        if not due or is_skipped(self.optimizer): return False
         self.pending = self.before(any(a is not None for a in arguments))
         return True
 
@@ -428,8 +426,7 @@ class _Watch:
                 if row.note: continue
                 key = number, _signature(p, row.watched, o.state.get(p, {})) if known else id(p)
                 alike.setdefault(key, []).append(p)
-        scaled = getattr(o, "grad_scale", None)  # by GradScaler, for a fused step
-        factor = 1.0 if scaled is None else 1 / float(scaled)
+        factor = 1 / loss_scale(o)
         for (number, _), params in alike.items():
             group = o.param_groups[number]
             if not known: batches += self.alone(group, params[0])
