@@ -837,6 +837,60 @@ def test_a_scaler_skips_a_fused_step_as_another_one(every):
     for what in ("amax", "elements", "inf"): assert np.array_equal(same(a, what), same(b, what), equal_nan=True)
 
 
+@pytest.mark.parametrize("every", (1, 4))
+def test_a_layer_that_is_frozen_has_no_gradient_that_could_be_kept(every):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    model[0].requires_grad_(False)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with altgrad.record(model, sgd, every=every) as recorder:
+        for _ in range(9):
+            model(torch.randn(8, 8)).square().mean().backward()
+            sgd.step()
+    assert recorder.cause.kind == "gradients not cleared"
+
+
+def test_layers_that_an_optimizer_is_given_later_are_not_forgotten():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    sgd = torch.optim.SGD(model[2].parameters(), lr=1e-3)
+    with altgrad.record(model, sgd, every=1) as recorder:
+        steps_of(model, sgd, recorder.loss, 3)
+        assert recorder.cause.kind == "not in the optimizer"
+        sgd.add_param_group({"params": list(model[0].parameters())})
+        model.zero_grad()
+        steps_of(model, sgd, recorder.loss, 3)
+    assert recorder.cause is None
+
+
+def test_what_transforms_call_stops_no_recorder():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    def loss(w, x): return torch.func.functional_call(model, w, (x[None],)).square().mean()
+    with altgrad.record(model, sgd, every=1) as recorder:
+        for _ in range(3):
+            steps_of(model, sgd, recorder.loss, 1)
+            torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, torch.randn(4, 8))
+    assert not recorder.stopped and recorder.cause is None and recorder.recording.steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("every", (1, 4))
+@pytest.mark.parametrize("kind", ("spectral_norm", "weight_norm"))
+def test_a_weight_with_a_parametrization_is_left_alone(kind, every):
+    "To read one of a spectral norm is an iteration of its vectors."
+    def run(watched):
+        torch.manual_seed(0)
+        norm = getattr(nn.utils.parametrizations, kind)
+        model = nn.Sequential(norm(nn.Linear(8, 16)), nn.ReLU(), norm(nn.Linear(16, 1)))
+        recorder = altgrad.record(model, sgd := torch.optim.SGD(model.parameters(), lr=0.1), every=every)
+        if watched: recorder.start()
+        steps_of(model, sgd, lambda loss: loss, 6)
+        recorder.stop()
+        return model.state_dict(), recorder
+    (plain, _), (seen, recorder) = run(False), run(True)
+    assert recorder.cause is None and recorder.recording.steps == list(range(1, 7))
+    assert all(torch.equal(value, seen[name]) for name, value in plain.items())
+
+
 def test_a_model_that_is_used_by_its_parts_is_recorded():
     "Its own forward is never called, as in Lightning's training_step."
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from ..basics import InputError, html_card, one_line, tell
@@ -75,7 +76,7 @@ def _facts_of(name: str, module: nn.Module) -> dict[str, Any]:
         kind = "normalization"
     if _transposed(module): kind = "Linear"
     p, fan_in = _main(module), None
-    if p is not None and kind in ("Linear", "convolution"):
+    if p is not None and kind in ("Linear", "convolution") and not is_parametrized(module):
         fan_in = p.numel() // _matrix(module).shape[0]
     facts = {"name": name, "class": type(module).__name__, "kind": kind, "fan_in": fan_in}
     return {**facts, "has_weight": p is not None, "float8": hasattr(module, "config")}
@@ -122,8 +123,9 @@ def compare_product(
     make = {nn.Linear: _linear, nn.Conv1d: _corner, nn.Conv2d: _corner, nn.Conv3d: _corner}
     found = next((f for kind, f in make.items() if isinstance(layer, kind)), None)
     if _transposed(layer): found = _linear
+    if found is None or is_parametrized(layer): return {}  # to look at such a weight may change its state
     p = getattr(layer, "weight", None)
-    if found is None or not isinstance(p, Tensor) or p.dim() < 2 or not x.numel(): return {}
+    if not isinstance(p, Tensor) or p.dim() < 2 or not x.numel(): return {}
     w = codes_of(p).detach()
     if _transposed(layer): w = w.T
     if w.dtype != torch.float64: w = w.float()
@@ -438,7 +440,7 @@ def _old_gradients(r: "Recorder", optimizer: Optimizer) -> list[tuple[Any, Tenso
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     order = {name: i for i, name in enumerate(r.facts_of_layers)}
     held = [(p, name) for p, name, main in r._owners.values()
-            if main and name in order and id(p) in own]
+            if main and name in order and id(p) in own and p.requires_grad]
     early = [p for p, _ in sorted(held, key=lambda pair: order[pair[1]])[:4]]
     there = all(p.grad is not None and p.grad.any() for p in early)
     return [(p, p.grad, p.grad._version) for p in early] if there else []
@@ -505,6 +507,7 @@ class _Steps:
     def gradient(self, row: _Row, group: dict[str, Any], p: Any, name: str, main: bool) -> None:
         "A parameter's gradient; the first time in a step also a sample of what it holds."
         o, first, g = self.optimizer, self.looks == 1, p.grad
+        if main and name in self.r.forgotten: self.r.forgotten.remove(name)  # a later group has it
         if g is not None and self.scale != 1: g = g / self.scale
         if g is None:
             if releases(o): self.r.released = True
@@ -750,7 +753,8 @@ class _Hook:
     def __reduce__(self) -> tuple: return getattr, (nullcontext(), "__exit__")
 
 def _is_drawn() -> bool:
-    "Whether a model is called so that its graph is written down."
+    "Whether a model is called so that its graph is written down, or by a transform of torch.func."
+    if torch._C._are_functorch_transforms_active(): return True  # tensors have no values there
     return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 # %% ../../nbs/watching/13_record.ipynb #a09701da

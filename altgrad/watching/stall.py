@@ -592,18 +592,15 @@ class Meter(LoopMeter):
         "The row of a parameter, made when it is first seen."
         if id(p) in self._rows: return self._rows[id(p)][1]
         name = (names or names_of(self.models)).get(id(p), f"not of the model, {len(self._rows)}")
-        if self._handles: name = self._newcomer(p, name)
+        if self._handles: name = self._newcomer(name)
         states = [w.optimizer.state.get(p, {}) for w in self._watches]
         row = _row(p, name, next(filter(None, states), {}))
         self.tensors[name], self._rows[id(p)] = row, (p, row)  # so that the identity stays its own
         return row
 
-    def _newcomer(self, p: Any, name: str) -> str:
+    def _newcomer(self, name: str) -> str:
         "The name of a parameter that was not there at first; of the first one it is said."
         if name in self.tensors: name = f"{name}, from step {self.steps} on"
-        for watch in self._watches:
-            groups = watch.optimizer.param_groups
-            if any(q is p for group in groups for q in group["params"]): self._watch_of[name] = watch
         if not self._told_new: tell(f"{self.called}: parameters change during the run: {name}")
         self._told_new = True
         return name
@@ -614,6 +611,8 @@ class Meter(LoopMeter):
 
     def _leave(self, watch: _Watch) -> None:
         if not watch.leave(): return
+        for group in watch.optimizer.param_groups:  # which may be others than at first
+            for p in group["params"]: self._watch_of.setdefault(self._row_of(p).name, watch)
         for p in chain.from_iterable(m.parameters() for m in self.models):
             if p.requires_grad and id(p) not in self._rows: self._row_of(p).note = FORGOTTEN
         if not self._told_new and (changed := _changed(self)):
