@@ -28,7 +28,9 @@ from altgrad.geometry.optim import GridSGD, RiemannianAdamW, StiffnessAdamW
 from altgrad.geometry.storage import grid_storages, make_grid_tensor, store_on_grid
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
 from altgrad.model.surgery import quantize_model
-from altgrad.training.tracking import RunFolder
+from altgrad.cli import main
+from altgrad.training.tracking import RunFolder, StoredRun
+from altgrad.views.watch import rows_of
 from altgrad.watching.monitors import Monitors
 
 X = torch.tensor([1.0, 2.0, -3.0])
@@ -807,6 +809,21 @@ def test_a_line_of_metrics_that_is_too_deep_to_read_is_damage(tmp_path):
     run.metrics_file.write_bytes(b'{"step": 1}\n' + b"[" * 100_000 + b"\n")
     assert run.whole_steps() == 1
     assert "damaged in line 2" in refused(run.metrics)
+
+
+@pytest.mark.parametrize(("row", "words"), [
+    ({"loss": 1.0}, "step must be a whole number, not None"), ({"step": "2"}, "step must be"),
+    ({"step": 2, "loss": "low"}, "loss cannot be 'low'"), ({"step": 2, "lr": [1.0]}, "lr cannot be"),
+    ({"step": 2, "events": ["x"]}, "events cannot be"),
+])
+def test_a_line_of_metrics_that_is_no_step_is_named(tmp_path, row, words):
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    good = {"step": 1, "loss": None, "lr": 1e-3, "nonfinite": ["loss"], "events": [{"kind": "nonfinite"}]}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
+    assert f"{tmp_path / 'metrics.jsonl'} is damaged in line 2: {words}" in refused(rows_of, StoredRun(tmp_path))
+    assert main(["watch", str(tmp_path), "--once"]) == 2
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(good) + "\n")
+    assert rows_of(StoredRun(tmp_path)) == [good] and main(["watch", str(tmp_path), "--once"]) == 0
 
 
 @pytest.mark.parametrize("name", [
