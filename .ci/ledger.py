@@ -4,7 +4,8 @@ python .ci/ledger.py LEDGER.jsonl [FOLDER [COLUMN]]
 FOLDER is nbs/results/ledger if not given; a COLUMN, such as format, has a file for each of its
 values in place of one for each matrix.
 The running ledger is copied first and only read; a sweep may go on writing to it. All files of the
-folder have the same columns afterwards, so that they are loaded together.
+folder have the same columns afterwards, so that they are loaded together. A stored file whose runs the
+ledger does not have is left as it is, and so is everything else: it is of another sweep.
 """
 import shutil
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from altgrad.evidence.sweep import Ledger, compact, write_table
+from altgrad.evidence.sweep import Ledger, compact, read_rows, write_table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,8 +38,13 @@ def main(source: Path, folder: Path = ROOT / "nbs/results/ledger", column: str =
         shutil.copy(source, Path(copy) / "ledger.jsonl")
         rows = Ledger(copy).rows()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in dict.fromkeys(row[column] for row in rows):
-        path, mine = folder / f"{name}.parquet", [row for row in rows if row[column] == name]
+    parts: dict[Path, list] = {}
+    for row in rows: parts.setdefault(folder / f"{row[column]}.parquet", []).append(row)
+    for path, mine in parts.items():
+        stored = {row["run"] for row in read_rows(path)} if path.exists() else set()
+        if lost := stored - {row["run"] for row in mine}:
+            sys.exit(f"{path} holds {len(lost)} runs that {source} does not have: give another FOLDER")
+    for path, mine in parts.items():
         compact(mine, path)
         stages = ", ".join(
             f"{n} {stage}" for stage, n in sorted(Counter(row["stage"] for row in mine).items())

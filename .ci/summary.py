@@ -92,13 +92,13 @@ def content() -> list[tuple[str, Any]]:
         )),
         ("head", "Why"),
         ("text", (
-            "Under stochastic rounding a format pays for its rounding noise: noise times one constant predicts what "
-            f"a format costs that was left out (R² of the logarithm {law}), and so the slope in p. Foretold for "
-            f"formats of four and six bits before they were run: {blocks[0].lower()}{blocks[1:]}. "
+            "Under stochastic rounding a format pays for its rounding noise: noise times one constant for each rate "
+            f"predicts what a format costs that was left out (R² of the logarithm {law}). Foretold for "
+            f"formats of four and six bits: {blocks[0].lower()}{blocks[1:]}. "
             f"{missed}. "
             "Under nearest rounding a format pays for the weights that no longer move."
         )),
-        ("head", "What to do: the cheapest way to keep a weight, by AdamW"),
+        ("head", "What to do: the way to keep a weight that ends lowest, by AdamW"),
         ("table", steps(table("loss_against_bits", "| format |", after="By AdamW"))),
         ("text", (
             "Nats above AdamW with FP32 master weights (96 bits in all with its moments). At zero or "
@@ -106,7 +106,7 @@ def content() -> list[tuple[str, Any]]:
         )),
         ("head", "What was expected and did not happen"),
         ("text", (
-            f"Refuted: {verdicts('the_answer', '| hypothesis')}. Of loss against bits: "
+            f"Among what was refuted: {verdicts('the_answer', '| hypothesis')}. Of loss against bits: "
             f"{verdicts('loss_against_bits', '| prediction')}."
         )),
         ("head", "The strongest objections"),

@@ -128,7 +128,7 @@ _EXAMPLES = {  # command -> what one types, and what that does
         ),
     ),
     "replay": (
-        ("altgrad replay 3f9a --ledger nbs/results/ledger", "one run of the ledger again"),
+        ("altgrad replay b238 --ledger nbs/results/ledger", "one run of the ledger again"),
         ("altgrad replay 3f9a --ledger runs/ledger --corpus eurlex=path:laws.txt", "of one's own ledger"),
     ),
     "max-lr": (
@@ -288,7 +288,8 @@ def _add_bench(commands: Any) -> None:
     p.add_argument("--against", default="adamw", metavar="RULE", help="rival (default: adamw)")
     p.add_argument("--set", dest="changes", metavar="KEY=VALUE", action="append", type=_setting,
                    default=[],
-                   help="power, placement or floor_octaves, for rules that read them; or moments")
+                   help="power (to be given for every rule that reads one), placement or floor_octaves "
+                        "(default: 8), for rules that read them; or moments")
     p.add_argument("--quick", action="store_true", help="fewer runs: a rough answer")
     p.add_argument("--out", default="runs/bench", metavar="DIR",
                    help="folder of the ledger and the cards (default: runs/bench)")
@@ -375,7 +376,7 @@ def _add_replay(commands: Any) -> None:
 # %% ../nbs/cli.ipynb #541cf422
 def _add_foreign(p: argparse.ArgumentParser) -> None:
     p.add_argument("--no-foreign-code", action="store_true",
-                   help="refuse update rules from files and from other packages")
+                   help="refuse update rules and storages from files and from other packages")
 
 def _add_accept(p: argparse.ArgumentParser) -> None:
     p.add_argument("--accept", action="append", default=[], metavar="CODE",
@@ -402,7 +403,8 @@ def _add_search(commands: Any) -> None:
                    help="update rule; your own is FILE.py:CLASS (default: adamw)")
     _add_foreign(p)
     p.add_argument("--power", type=float, default=0.0,
-                   help="of the stiffness, for stiffness_adamw (default: 0)")
+                   help="of the stiffness, for stiffness_adamw, stiffness_sgd and rules of yours that read "
+                        "one (default: 0, no stiffness)")
     p.add_argument("--storage", default="grid_stochastic",
                    help="of the weights (default: grid_stochastic)")
     p.add_argument("--guess", type=float, metavar="LR",
@@ -422,7 +424,7 @@ def _add_watch(commands: Any) -> None:
     does = "follow a run, or a sweep's ledger, in the terminal, or all runs of a folder on a page"
     p = _command(commands, "watch", does)
     p.add_argument("run", metavar="RUN",
-                   help="a run's folder, or that of a ledger; with --page also a folder of runs")
+                   help="a run's folder, or that of a ledger; with --page that of a run or of several")
     p.add_argument("--once", action="store_true",
                    help="show it once, as where the output is no terminal")
     p.add_argument("--page", action="store_true",
@@ -749,7 +751,7 @@ def _max_lr(args: argparse.Namespace) -> int:
     args.rule = use_rule(args.rule)
     guess = get_rule(args.rule).guess if args.guess is None else args.guess
     shared = dict(storage=args.storage, rule=args.rule, power=args.power, lr=guess, corpus=args.on)
-    arms = [Arm(format=name, **shared) for name in dict.fromkeys(names)]
+    arms = [Arm(format=name, **shared) for name in names]
     bench = Bench(args.checkpoints, _texts(args))
     search = StabilitySearch(arms, args.out, bench, accept=args.accept)
     search.build()
@@ -777,6 +779,8 @@ def _bench(args: argparse.Namespace) -> int:
     from altgrad.basics import InputError, parse_yaml, unknown
     from altgrad.evidence.bench import PROTOCOLS, card_folder, card_text, plot_card, run_bench
     from altgrad.evidence.instrument import Arm
+    from altgrad.evidence.sweep import read_numbers
+    from altgrad.geometry.catalogue import RULES
     from altgrad.geometry.outside import use_rule
     from altgrad.views.report import save_figure
 
@@ -785,9 +789,10 @@ def _bench(args: argparse.Namespace) -> int:
     shared: dict[str, Any] = {"storage": args.storage, "rule": args.rule}
     for key, value in _changes(args).items():
         if key not in _OF_RULES: raise unknown("setting", key, _OF_RULES)
-        shared[key] = parse_yaml(value, key)
-    names = dict.fromkeys(name.strip() for name in args.format.split(","))
-    arms = [Arm(format=name, **shared) for name in names]
+        shared[key] = read_numbers(parse_yaml(value, key), key)
+    arms = list(dict.fromkeys(Arm(format=name.strip(), **shared) for name in args.format.split(",")))
+    if "power" in RULES[arms[0].rule].reads.split() and "power" not in shared:
+        raise InputError(f"{arms[0].rule} reads a power, and none is usual: --set power=1, or another")
     against = use_rule(args.against)
     cards = []
     def draw(card: dict[str, Any]) -> None:
@@ -821,7 +826,8 @@ def _doctor(args: argparse.Namespace) -> int:
     from altgrad.views.doctor import examine
 
     found = examine(test=not args.no_test)
-    print(json.dumps(found.to_dict(), indent=1) if args.json else found)
+    told = found.to_dict() | ({"healthy": None} if args.no_test else {})  # nothing was asked
+    print(json.dumps(told, indent=1) if args.json else found)
     return 0 if found.healthy else 1
 
 # %% ../nbs/cli.ipynb #1f23532c

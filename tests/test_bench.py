@@ -1,5 +1,6 @@
 """`altgrad bench`: a rule from a file and one command give a verdict; a killed bench goes on; what a
 rule does wrong is said in a sentence."""
+import hashlib
 import json
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from scipy.stats import ttest_rel
 
 from altgrad.cli import main
 from altgrad.evidence import bench as module
-from altgrad.evidence.bench import PROTOCOLS, ROLES, Verdict, bits_a_weight, decide
+from altgrad.evidence.bench import PROTOCOLS, ROLES, Verdict, bits_a_weight, card_folder, decide
 from altgrad.evidence.instrument import Arm
 from altgrad.evidence.leaderboard import Submission
 from altgrad.evidence.sweep import Ledger, replay
@@ -46,13 +47,15 @@ def here(small, tmp_path, monkeypatch):
 def bench(*more: str) -> int: return main(["bench", *more, "--out", "out", "--workers", "1"])
 
 
-def card(name: str) -> dict: return json.loads(Path(f"out/{name}/card.json").read_text())
+def card(name: str) -> dict:
+    path, = Path("out").glob(f"{name}/card.json")
+    return json.loads(path.read_text())
 
 
 def test_a_file_and_one_command_give_a_verdict(small, here, capsys):
     assert bench("mine.py:Mine") == 0
     told = capsys.readouterr().out.splitlines()
-    found = card("mine.py_Mine_grid_stochastic_E4M3")
+    found = card("mine.py_Mine_*_grid_stochastic_E4M3")
     rows = {row["run"]: row for row in Ledger("out").rows()}
     losses = {r: np.array([rows[run]["val_loss"] for run in found["rows"][r]]) for r in ROLES}
     # the numbers of the card, by scipy's paired test over checkpoints
@@ -69,7 +72,8 @@ def test_a_file_and_one_command_give_a_verdict(small, here, capsys):
         "8 of its 96" in line or "ecided" in line for line in told
     )
     assert found["sources"] == {found["rule"]: SIGN}
-    assert (here / "out/mine.py_Mine_grid_stochastic_E4M3/card.png").stat().st_size > 1000
+    sha = hashlib.sha256(SIGN.encode()).hexdigest()[:12]
+    assert (here / f"out/mine.py_Mine_{sha}_grid_stochastic_E4M3/card.png").stat().st_size > 1000
     row = rows[found["rows"]["rule"][0]]
     assert row["checkpoint"] in CONFIRM and row["split"] == "confirm"
     (here / "mine.py").unlink()
@@ -79,7 +83,7 @@ def test_a_file_and_one_command_give_a_verdict(small, here, capsys):
 def test_all_arms_have_the_same_budget_and_are_tuned_by_the_uncapped_loss(here):
     assert bench("mine.py:Mine", "--set", "power=0") == 0
     rows = [row for row in Ledger("out").rows() if row["stage"] == "tune"]
-    found = card("mine.py_Mine_grid_stochastic_E4M3")
+    found = card("mine.py_Mine_*_grid_stochastic_E4M3")
     for role, storage in (("rule", "grid_stochastic"), ("rule_fp32", "fp32"), ("master", "master")):
         rule = "adamw" if role == "master" else found["rule"]
         mine = [r for r in rows if (r["rule"], r["storage"]) == (rule, storage)]
@@ -92,7 +96,7 @@ def test_all_arms_have_the_same_budget_and_are_tuned_by_the_uncapped_loss(here):
 
 def test_a_killed_bench_goes_on_and_comes_out_the_same(small, here):
     assert bench("mine.py:Mine") == 0
-    whole = card("mine.py_Mine_grid_stochastic_E4M3")
+    whole = card("mine.py_Mine_*_grid_stochastic_E4M3")
     (here / "out").rename(here / "whole")
     code = (
         "import sys\nfrom altgrad.cli import main\nfrom altgrad.evidence import bench\n"
@@ -111,7 +115,7 @@ def test_a_killed_bench_goes_on_and_comes_out_the_same(small, here):
     kept = len(Ledger("out").rows())
     assert bench("mine.py:Mine") == 0
     assert 0 < kept < len(Ledger("out").rows())
-    again = card("mine.py_Mine_grid_stochastic_E4M3")
+    again = card("mine.py_Mine_*_grid_stochastic_E4M3")
     clock = {"step_ms": 0, "seconds": 0}
     assert again | clock == whole | clock
 
@@ -219,16 +223,31 @@ FAULTS = {
     ("mine.py:Mine", "--set", "betas=0.9"): "unknown setting",
     ("mine.py:Mine", "--set", "power=x"): "power must be a finite number",
     ("mine.py:Mine", "--set", "power=1"): "has no power",
+    ("mine.py:Mine", "--set", "power=1e0"): "has no power",  # which YAML reads as text
+    ("stiffness_adamw",): "reads a power, and none is usual",
+    ("mine.py:Bends",): "reads a power, and none is usual",
     ("mine.py:Mine", "--no-foreign-code"): "refuses",
 }
 
 
 @pytest.mark.parametrize("request_", FAULTS, ids=" ".join)
 def test_a_wrong_request_is_refused_before_a_run(here, capsys, request_):
+    bends = SIGN.replace("Mine", "Bends").replace("lr=0.01", "lr=0.01, power=1.0")
+    (here / "mine.py").write_text(SIGN + bends)
     assert bench(*request_) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "imported from" not in line]
     assert len(lines) == 1 and FAULTS[request_] in lines[0]
     assert not (here / "out").exists()
+
+
+def test_an_edited_rule_has_another_folder():
+    asked = {"format": "E4M3", "storage": "grid_stochastic", "against": "adamw", "protocol": "bench-1"}
+    texts = [f"mine.py:Mine@{sha * 12}" for sha in "ab"]
+    folders = [card_folder("out", asked | {key: text, "rule": rule}) for key, rule in (
+        ("rule", "adamw"), ("storage", "lion"), ("against", "lion")) for text in texts
+        for rule in [text if key == "rule" else rule]]
+    assert len(set(folders)) == 6 and not any(set(":@") & set(f.name) for f in folders)
+    assert card_folder("out", asked | {"rule": "lion"}).name == "lion_grid_stochastic_E4M3"
 
 
 def test_the_protocol_keeps_tuning_and_confirmation_apart():

@@ -54,6 +54,7 @@ AS_EXPECTED = dict(stochastic=0.05, ECO=0.03, residual_2=0.02)
     ("Muon in 20 bits", {"Muon,_residual_4": 0.02, "Muon,_residual_4,_8-bit_moments": 0.02}, "refuted"),
     ("noise alone", {}, "no occasion"),
     ("noise alone", {"residual_4": -0.01}, "refuted"),
+    ("noise alone", {"ECO,_residual_4": -0.01}, "refuted"),
     ("noise alone", {"residual_4": -0.01, "master,_noise": -0.01}, "holds"),
 ])
 def test_a_prediction_comes_out_as_its_words_say(claim, ends, verdict):
@@ -124,3 +125,12 @@ def test_rows_are_found_by_their_arms(name):
     assert all(ends == [float(k) for k in range(len(CONFIRM))] for ends in found.values())
     short = [row for row in rows if row["checkpoint"] != CONFIRM[3]]
     assert bits.losses_of(short, name) == {}
+
+
+def test_a_verdict_rests_on_the_methods_that_it_asks_for():
+    losses = bits.Asked(panel())
+    bits.PREDICTIONS["what four bits cost"](losses, "MXFP4")
+    assert losses.keys_asked == {"stochastic", "residual 4"}
+    losses = bits.Asked(panel())
+    bits.PREDICTIONS["geometry"](losses, "E4M3")
+    assert losses.keys_asked >= {"GridSGD", "S^-1", "residual 4"} and "Muon" not in losses.keys_asked

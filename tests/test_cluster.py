@@ -12,7 +12,7 @@ import pytest
 
 import preloaded
 from altgrad.basics import InputError
-from altgrad.evidence.cluster import RayWorkers
+from altgrad.evidence.cluster import RayWorkers, _absolute
 from altgrad.evidence.instrument import Bench, Task, build_checkpoint
 from altgrad.evidence.replicas import run_arms
 from altgrad.evidence.sweep import Ledger, Sweep, read_matrix
@@ -181,6 +181,16 @@ def test_runs_share_a_gpu(here, own):
         assert row["weights_sha"] == want["weights_sha"]
         assert row["raw_loss"] == want["raw_loss"]
     with pytest.raises(InputError, match="share of one GPU"): RayWorkers(sweep, gpus=2)
+
+
+def test_a_text_has_one_place_for_all_nodes(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    for said, place in {
+        "path:~/laws.txt": "path:/home/me/laws.txt", "path:a@b.txt": f"path:{tmp_path}/a@b.txt",
+        "lex_glue/eurlex@data": f"lex_glue/eurlex@{tmp_path}/data", "lex_glue/eurlex": "lex_glue/eurlex",
+        "lex_glue/eurlex@~/d": "lex_glue/eurlex@/home/me/d", "stdlib": "stdlib",
+    }.items(): assert _absolute(said) == place
 
 
 def test_no_cluster_is_one_line(here):

@@ -14,7 +14,8 @@ from altgrad.numbers import counts, kernels
 from altgrad.numbers.kernels import set_path
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.model.gpt import PRESETS, GPTConfig
-from altgrad.model.points import Precision
+from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
+from altgrad.model.surgery import quantize_model
 from altgrad.training.data import load_corpus
 from altgrad.training.config import make_config
 from altgrad.training.trainer import Trainer
@@ -127,6 +128,27 @@ def test_transforms_inside_a_compiled_function_keep_the_gradient():
     except torch._dynamo.exc.TorchDynamoException:
         pytest.skip("this compiler gives up, and says so; a wrong gradient would not")
     assert torch.equal(got, torch.full((9,), 2.0))
+
+
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.8 compiles no hooks")
+def test_an_overflow_is_found_behind_a_compiled_point_and_the_output_may_be_written_into():
+    def network():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.ReLU(inplace=True))
+        rule = LayerPrecisionRule("*", weight="E4M3", activation="E4M3", gradient="E5M2")
+        quantize_model(model, config=PrecisionConfig(default=rule))
+        return model
+
+    torch._dynamo.reset()
+    x, dy = torch.ones(2, 3, 16), torch.ones(2, 3, 16)
+    for put in (1.0, torch.inf):
+        dy[0] = put
+        found = []
+        for model in (network(), torch.compile(network(), fullgraph=True)):
+            ours = x.clone().requires_grad_()
+            model(ours).backward(dy)
+            found.append(ours.grad.isfinite().all(2).all(1).tolist())
+        assert found == [[put == 1.0, True]] * 2
 
 
 ARMS = (

@@ -136,6 +136,12 @@ def run(tree: Path, *command: str) -> str:
     return done.stdout
 
 
+def test_every_target_of_make_is_listed():
+    listed, = re.findall(r"# lists all targets: (.*)", (ROOT / "CONTRIBUTING.md").read_text())
+    made = re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.M)
+    assert sorted(["help", *listed.split(", ")]) == sorted(made)
+
+
 def test_these_lines_are_all_that_changed(tree):
     changed = {}
     for new in sorted((tree / "altgrad").rglob("*.py")):

@@ -309,3 +309,51 @@ def test_parts_are_rounded_and_counted_as_the_whole_and_nobody_waits_for_ever(pl
             "minutes here, so that no process was lost"
         )
     assert "told: process 0 of 2 has lost another one" in done.stdout, done.stderr[-3000:]
+
+
+OWN_GROUP = """
+import torch, torch.distributed as dist
+from torch import nn
+from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
+from altgrad.model.surgery import clamp_outliers, quantize_model, quantizers
+from altgrad.numbers.quantize import fake_quantize
+from altgrad.numbers.scaling import compute_scale
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    rule = LayerPrecisionRule("*", weight="E4M3", activation="E2M5", gradient="E2M5")
+    quantize_model(model, config=PrecisionConfig(default=rule))
+    clamp_outliers(model, "2", 2.0)
+    return model
+
+def trained(model, x):
+    model(x).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+g = torch.Generator().manual_seed(0)
+batches = [torch.randn(8, 16, generator=g) * 16.0**i for i in range(2)]
+checked = torch.randn(8, 16, generator=g) / 1000
+validated, whole = network().eval()(checked), trained(network(), torch.cat(batches))
+dist.init_process_group("gloo")
+rank, model = dist.get_rank(), network()
+parallel = nn.parallel.DistributedDataParallel(model)
+if rank == 0:
+    model.eval()
+    assert torch.equal(model(checked), validated)
+    model.train()
+found = trained(parallel, batches[rank])
+assert (found - whole).norm() < 1e-4 * whole.norm()  # 1e-3 where each has its own scale
+for q in quantizers(model).values(): q.parted = False  # as if both had models of their own
+x = batches[rank]
+own = model[0].points["activation"](x)
+assert torch.equal(own, fake_quantize(x, "E2M5", compute_scale(x.abs().max(), "E2M5")))
+dist.destroy_process_group()
+print("done")
+"""
+
+
+def test_in_a_group_of_ones_own_one_process_may_validate_alone(place):
+    (place[0] / "own.py").write_text(OWN_GROUP)
+    done = start(place, 2, "own.py")
+    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stdout + done.stderr[-3000:]

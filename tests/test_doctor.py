@@ -69,3 +69,5 @@ def test_without_the_self_test(capsys):
     assert main(["doctor", "--no-test"]) == 0
     said = capsys.readouterr().out
     assert "check:" not in said and torch.__version__ in said
+    assert main(["doctor", "--no-test", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["healthy"] is None

@@ -68,6 +68,15 @@ def test_a_weight_that_was_not_contiguous_is_written():
     assert torch.equal(w.latent(), w.data.contiguous().latent())
 
 
+def test_two_layers_that_share_a_weight_share_its_codes():
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    layers[2].weight = layers[0].weight
+    model = on_grid(nn.Sequential(*layers), "E4M3")
+    assert model[0].weight is model[2].weight and model[0].weight is not model[1].weight
+    model(torch.ones(1, 8)).sum().backward()
+    assert len(list(model.parameters())) == 5 and model[2].weight.grad is not None
+
+
 def test_in_inference_mode_it_is_read_as_elsewhere():
     model, x = on_grid(nn.Sequential(nn.Linear(8, 8)), "E4M3"), torch.ones(2, 8)
     with torch.no_grad(): want, row = model(x), model[0].weight[0] + 0

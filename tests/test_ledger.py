@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from altgrad.basics import InputError, read_parquet
-from altgrad.cli import main
+from altgrad.cli import _EXAMPLES, main
 from altgrad.training.data import load_corpus
 from altgrad.evidence.instrument import Bench, Task, build_checkpoint
-from altgrad.evidence.sweep import beside, read_rows, replay
+from altgrad.evidence.sweep import beside, find_row, read_rows, replay
 from preloaded import ALTGRAD
 
 LEDGER = Path(__file__).resolve().parent.parent / "nbs/results/ledger"
@@ -162,11 +162,37 @@ def test_parquet_is_read_by_arrow_alone(monkeypatch):
     assert len(read_parquet(path)) == expected
 
 
-def test_files_that_are_stored_together_have_the_same_columns(tmp_path):
-    "Whichever came first, and no value changes."
+@pytest.fixture
+def program():
+    "The program that stores ledgers."
     spec = importlib.util.spec_from_file_location("ledger", LEDGER.parents[2] / ".ci/ledger.py")
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_stored_file_of_another_ledger_is_not_overwritten(program, tmp_path):
+    rows = [{"run": name, "val_loss": 1.0, "stage": "tune", "matrix": "mine"} for name in "abc"]
+    def store(*these):
+        (tmp_path / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in these))
+        program.main(tmp_path / "l.jsonl", tmp_path / "stored")
+    store(*rows[:2])
+    store(*rows)  # the same one, which went on
+    before = (tmp_path / "stored/mine.parquet").read_bytes()
+    with pytest.raises(SystemExit, match="mine.parquet holds 2 runs that .*l.jsonl does not have"):
+        store({**rows[0], "matrix": "another"}, rows[0])
+    assert (tmp_path / "stored/mine.parquet").read_bytes() == before
+    assert not (tmp_path / "stored/another.parquet").exists()
+
+
+def test_the_runs_of_the_examples_are_stored():
+    for typed, _ in _EXAMPLES["replay"]:
+        words = typed.split()
+        if "nbs/results/ledger" in words: assert find_row(read_rows(LEDGER), words[2])
+
+
+def test_files_that_are_stored_together_have_the_same_columns(program, tmp_path):
+    "Whichever came first, and no value changes."
     rows = [row for row in read_rows(LEDGER / "amended/headline_nearest.parquet") if not row["error"]][:6]
     rows = [{k: v for k, v in row.items() if v is not None} for row in rows]
     early = [{k: v for k, v in row.items() if k not in ("engine", "formula")} | {"matrix": "early"} for row in rows]

@@ -22,7 +22,7 @@ from altgrad.watching.callbacks import lightning_monitors, transformers_monitors
 from altgrad.watching.metrics import METRICS
 from altgrad.watching.sums import PLACE, Parcel, round_and_sum, rounding_sums
 from altgrad.watching.points import point_metrics
-from altgrad.watching.updates import UpdateCounts, UpdateSums, update_sums
+from altgrad.watching.updates import UpdateCounts, UpdateSums, decay_rates, update_sums
 from altgrad.watching.monitors import GradientCounts, Monitors
 from altgrad.watching.series import read_series
 from altgrad.watching.shadow import Shadow, shadow_metrics
@@ -173,6 +173,45 @@ def test_every_storage_is_watched(storage):
     kind = STORAGES[storage]
     known = kind.rounding == "nearest" and kind.fmt is None
     assert math.isnan(values["updates/blocks.0.mlp.fc/decay_stall_rate"]) == (not known)
+
+
+def test_a_weight_on_the_grid_is_seen_as_it_is():
+    layer = nn.Linear(16, 16, bias=False)
+    quantize_model(layer, "E4M3", skip=())
+    store_on_grid(layer, "grid_nearest")
+    monitors, found = Monitors(layer, every=1), []
+    for step in (1, 2):
+        monitors.begin(step)
+        layer(torch.ones(1, 16))
+        found.append(monitors.end().values["quantization//weight/amax"])
+        assert found[-1] == layer.weight.data.dequantize().abs().amax()
+        layer.weight.data = torch.full((16, 16), 2.0**-6)
+    assert found[1] == 2.0**-6 < found[0]
+
+
+@pytest.mark.parametrize("kind, settings", (
+    ("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {}), ("NAdam", {}), ("RAdam", {}), ("RMSprop", {}),
+    ("NAdam", {"decoupled_weight_decay": True}), ("RAdam", {"decoupled_weight_decay": True}),
+    ("Adagrad", {}), ("Adamax", {}), ("Adadelta", {}),
+))
+def test_decay_that_is_a_part_of_the_gradient_is_none_of_the_weights(kind, settings):
+    "A part of the gradient is seen in the moments, although the gradient itself is zero."
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.zeros(3)
+    optimizer = getattr(torch.optim, kind)([p], lr=0.5, weight_decay=0.5, **settings)
+    optimizer.step()
+    coupled = any(value.any() for value in optimizer.state[p].values() if value.shape == p.shape)
+    assert decay_rates([optimizer]) == {id(p): 0 if coupled else 0.25}
+
+
+def test_a_rate_that_is_not_there_is_no_decay():
+    p = nn.Parameter(torch.ones(1))
+    for change in ({"lr": None}, {"weight_decay": None}):
+        optimizer = torch.optim.AdamW([p])
+        optimizer.param_groups[0].update(change)
+        assert decay_rates([optimizer]) == {id(p): 0}
+    del optimizer.param_groups[0]["lr"]
+    assert decay_rates([optimizer]) == {id(p): 0}
 
 
 def test_names_are_paths_of_the_registry():
@@ -371,3 +410,43 @@ def test_with_two_optimizers_in_lightning_a_step_is_a_batch(every, each):
     # two times twelve batches, and one of each twelve ends with no step; what is logged is numbered from 0
     measured = [step + 1 for step, row in rows.items() if "gradients/all/l2" in row]
     assert sorted(measured) == [step for step in range(1, 23) if step == 1 or step % every == 0]
+
+
+@pytest.mark.parametrize("both", (False, True))
+def test_with_two_optimizers_in_lightning_each_gradient_is_measured_once(both):
+    "A neuron without a gradient is silent once a step; a layer's gradient is the one that its optimizer uses."
+    pl = pytest.importorskip("lightning.pytorch")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(pl.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 1, bias=False)
+            self.up.weight.register_hook(lambda g: torch.cat([torch.zeros_like(g[:1]), g[1:]]))
+
+        def training_step(self, batch, i):
+            optimizers = self.optimizers()
+            for optimizer, factor in zip(optimizers, (1, 100)):
+                if both or factor == 1:
+                    for each in optimizers: each.zero_grad()
+                    self.manual_backward(factor * self.down(self.up(batch)).square().mean())
+                if factor == 100: self.used = self.down.weight.grad.norm().item()
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(m.parameters(), lr=1e-6) for m in (self.up, self.down)]
+
+    module, watch = Module(), lightning_monitors(1)
+    found = []
+    watch.end = lambda end=watch.end: found.append(end()) or found[-1]
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, callbacks=[watch], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    with warnings.catch_warnings(action="ignore"): trainer.fit(module, torch.randn(4, 4, 8))
+    silent = watch.monitors.of_gradients.silent["up"]
+    assert len(found) == silent[0] == 4 and silent.count_nonzero() == 1
+    # a norm of sixteen float32 numbers
+    assert math.isclose(found[-1].values["gradients/down/l2"], module.used, rel_tol=32 * 2.0**-24)

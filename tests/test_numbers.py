@@ -533,7 +533,7 @@ def test_gains_of_the_first_sentence(gains, shown):
 def test_what_is_said_beside_madams_gains(central, study_of, gains, shown):
     "That rules in the format's own spacing gain less, and stochastic rounding ends lower."
     formats, where, own, lower = one(
-        r"its gains are not owed to how the numbers of (.*?) are spaced\. Of the rules .* gain under (\w+) "
+        r"it is no rule in the geometry of (.*?)\. Of the rules .* gain under (\w+) "
         r"rounding: (.*?)\. AdamW with .* lower than Madam: (.*?)\.$",
         "\n".join(x for x in readme().splitlines() if "than Madam" in x))
     assert listed(formats) == [f for f in shown[1]["grid_nearest"] if gains["grid_nearest", f][0][2] == "madam"]
@@ -1063,6 +1063,7 @@ def costs(central):
         & (central.rows.rule == POWERED)
         & ~central.rows.diverged
         & (central.rows.format != "E1M6")
+        & ((central.rows.format != "E0M7") | (central.rows.power == 0))  # other powers are the same runs
     ]
     key = ["format", "rule", "power", "lr", "split", "checkpoint", "seed"]
     both = rows[rows.storage != "fp32"].merge(
@@ -1089,8 +1090,8 @@ def predicted(v: pd.DataFrame, same: list[str]) -> np.ndarray:
         return np.log(v.noise.to_numpy()) + (alike @ log_k.to_numpy()) / alike.sum(1)
 
 
-def laws(v: pd.DataFrame) -> list[tuple[float, float]]:
-    """R^2 in the logarithm and the typical factor of a miss:
+def laws(v: pd.DataFrame) -> list[tuple[float, float, int]]:
+    """R^2 in the logarithm, the typical factor of a miss, and of how many costs:
     noise, noise and p, mantissa bits and p."""
     y, plane, flat = np.log(v.excess.to_numpy()), np.full(len(v), np.nan), np.full(len(v), np.nan)
     X = np.column_stack([v.format.str[3].astype(float), v.power])
@@ -1099,14 +1100,11 @@ def laws(v: pd.DataFrame) -> list[tuple[float, float]]:
         if other.sum() > 4:
             flat[i], plane[i] = y[other].mean(), fitted(X[other], y[other], X[[i]])[0]
     guesses = predicted(v, ["lr"]), predicted(v, ["lr", "power"]), plane
-    ok = np.isfinite(flat + sum(guesses))
-    return [
-        (
-            1 - ((y - g)[ok] ** 2).sum() / ((y - flat)[ok] ** 2).sum(),
-            np.exp(np.sqrt(((y - g)[ok] ** 2).mean())),
-        )
-        for g in guesses
-    ]
+    found = []
+    for g in guesses:
+        miss, plain = (y - g)[np.isfinite(flat + g)], (y - flat)[np.isfinite(flat + g)]
+        found.append((1 - miss @ miss / (plain @ plain), np.exp(np.sqrt((miss**2).mean())), len(miss)))
+    return found
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -1120,10 +1118,11 @@ def test_what_rounding_costs(costs, storage):
     )
     free = re.findall(r"\((\d+) more cost nothing", text)
     assert free == [str(len(everything) - len(v))] * (len(everything) > len(v))
-    (a, miss), (b, close), (m, far) = laws(v)
-    (a_float, _), _, (m_float, _) = laws(v[v.format != "E0M7"].reset_index(drop=True))
-    fields = (r"\$R\^2\$ = \*\*(.*?)\*\* in the logarithm, a typical miss by a factor of (.*?); "
-              r"with a constant for each rate and p: \*\*(.*?)\*\*, a factor of (.*?)\.\n- "
+    (a, miss, many), (b, close, fewer), (m, far, _) = laws(v)
+    (a_float, *_), _, (m_float, *_) = laws(v[v.format != "E0M7"].reset_index(drop=True))
+    fields = (r"\$R\^2\$ = \*\*(.*?)\*\* in the logarithm, a typical miss by a factor of (.*?), over the\s"
+              rf"{many} costs whose rate has enough other formats; with a constant for each rate and p, which {fewer}\s"
+              r"have: \*\*(.*?)\*\*, a factor of (.*?)\.\n- "
               r"Mantissa bits and p instead of the noise, fitted at each rate: (.*?), a factor of (.*?); "
               r"without E0M7, .*? for all weights, (.*?) \(and noise (.*?)\)\.")
     assert all(
@@ -1204,12 +1203,15 @@ def test_slopes_from_noise(central, costs, slopes):
     ])
     assert all(prints(row[2], a) and prints(row[3], b) for row, a, b in zip(rows, y, found))
     others = np.array([np.delete(y, i).mean() for i in range(len(y))])
-    r2, count, alone = one(
-        r"\$R\^2\$ = ([\d.]+) over (\d) formats, where mantissa bits alone have (\d\.\d+)"
+    r2, count, alone, ulp, over = one(
+        r"\$R\^2\$ = ([\d.]+) over (\d) formats, where mantissa bits alone have (\d\.\d+), and 2\^-M, the "
+        r"relative ulp itself,\s(\d\.\d+); (\d of \d) of the predictions are too large"
     )
     assert prints(r2, 1 - ((y - found) ** 2).sum() / ((y - others) ** 2).sum())
     assert int(count) == len(y)
     assert prints(alone, left_out({"bits": BITS}, y, 1)[0])
+    assert prints(ulp, left_out({"2^-M": 2.0**-BITS}, y, 1)[0])
+    assert over == f"{(found > y).sum()} of {len(y)}"
 
 
 def test_noise_and_moving_codes_by_power(central):

@@ -2,6 +2,7 @@
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from altgrad.basics import InputError
 from altgrad.evidence.instrument import arm_facts
@@ -82,6 +83,40 @@ def test_sentences_on_twelve_checkpoints():
     # rules in the geometry gain with master weights, and nothing else differs as it was said
     turned = judged("twelve", lambda arm: -as_said(arm) - 0.2 * ("master S" in arm) - 0.1 * ("noise" in arm))
     assert set(turned.values()) == {"refuted"}, turned
+
+
+def test_the_noise_of_a_residuals_grid():
+    part = reasons.PARTS["noise"]()
+    assert set(part.made().values()) - set(reasons.PARTS["twelve"]().made().values()) == set(part.own().values())
+    cost = {"E5M2 2": 0.02, "E7M0 2": 0.05}
+    def as_said(arm):
+        fmt, way = arm.split(" ", 1)
+        if "noise" in way: return cost.get(f"{fmt} {way.split()[-2]}", 0.001)
+        return {"master": 0.0}.get(way, 0.1 if fmt == "E7M0" else -0.02)
+    assert set(judged("noise", as_said).values()) == {"holds"}
+    # noise costs much where it was to cost little and the other way round, and a residual lies on the other side of it
+    cost = {"E5M2 2": 0.0, "E7M0 2": 0.0}
+    def turned(arm):
+        fmt, way = arm.split(" ", 1)
+        if "noise" in way: return cost.get(f"{fmt} {way.split()[-2]}", 0.03)
+        return {"master": 0.0}.get(way, -0.1 if fmt == "E7M0" else 0.1)
+    assert set(judged("noise", turned).values()) == {"refuted"}
+
+
+@pytest.mark.parametrize("kind, levels", [("TwoBits", 2), ("FourBits", 14)])
+def test_added_noise_rounds_to_the_levels_of_a_residual(kind, levels):
+    noisy = getattr(load_experiment("noisy_residual"), kind)
+    # 0.75 is the largest weight, so that it is E4M3's 384 and a spacing is 2^-4 of that binade's first value
+    w = torch.nn.Parameter(torch.full((20_000,), 0.75))
+    optimizer = noisy([w], lr=1e-4, format="E4M3")
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    level = (0.75 / 384 * 32) / levels
+    steps = (0.75 - w.detach()) / level
+    # a level of float32 numbers near one, and a probability from 20,000 draws
+    assert (steps - steps.round()).abs().max() < 2**-24 / level and set(steps.round().tolist()) == {0.0, 1.0}
+    share = 1e-4 / level
+    assert abs(steps.mean().item() - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
 
 
 def test_inputs_that_differ_in_a_bit_refute():

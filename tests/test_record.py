@@ -782,6 +782,115 @@ def test_one_of_two_optimizers_whose_gradients_are_never_cleared_is_named(every,
     assert cause is not None and cause.kind == "gradients not cleared"
 
 
+def attacked(model, optimizer, x, how: str):
+    "A loss, and old gradients cleared only after some other gradients were made, or never."
+    x.requires_grad_()
+    if how == "by hand":
+        loss = model(x).square().mean()
+        for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))): p.grad = g
+        return loss
+    if "backward" in how:
+        model(x).square().mean().backward()
+        loss = model((x + 0.1 * x.grad.sign()).detach()).square().mean()
+    else:
+        g, = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        loss = (g.norm(dim=1) - 1).square().mean() + model((x + 0.1 * g.sign()).detach()).square().mean()
+    if "kept" not in how: optimizer.zero_grad(set_to_none="zeros" not in how)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("every", (1, 4))
+@pytest.mark.parametrize("how", ("grad", "grad, zeros", "grad, kept", "backward", "backward, zeros", "by hand"))
+def test_gradients_are_kept_where_a_backward_pass_adds_to_them(how, every):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with altgrad.record(model, optimizer, every=every) as recorder:
+        for _ in range(9):
+            recorder.loss(attacked(model, optimizer, torch.randn(8, 8), how))
+            optimizer.step()
+    cause = recorder.cause
+    assert not recorder.stopped and (cause and cause.kind) == ("gradients not cleared" if "kept" in how else None)
+
+
+@pytest.mark.parametrize("every", (1, 4))
+def test_a_scaler_skips_a_fused_step_as_another_one(every):
+    "A skipped step is none, and gradients have no scale."
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model, scaler = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+        with altgrad.record(model, optimizer, every=every) as recorder:
+            for step in range(12):
+                optimizer.zero_grad()
+                scaler.scale(recorder.loss(model(torch.randn(4, 8)).square().mean())).backward()
+                if step in (3, 7): model[1].weight.grad[0, 0] = torch.inf
+                scaler.step(optimizer)
+                scaler.update()
+        assert recorder.cause is None and not recorder.stopped
+        found.append(recorder.recording)
+    a, b = found
+    assert a.steps == b.steps == list(range(1, 11)) and a.series == b.series and a.facts == b.facts
+    same = lambda r, what: [r.get(layer, "weight gradient", what) for layer in "01"]
+    for what in ("amax", "elements", "inf"): assert np.array_equal(same(a, what), same(b, what), equal_nan=True)
+
+
+@pytest.mark.parametrize("every", (1, 4))
+def test_a_layer_that_is_frozen_has_no_gradient_that_could_be_kept(every):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    model[0].requires_grad_(False)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with altgrad.record(model, sgd, every=every) as recorder:
+        for _ in range(9):
+            model(torch.randn(8, 8)).square().mean().backward()
+            sgd.step()
+    assert recorder.cause.kind == "gradients not cleared"
+
+
+def test_layers_that_an_optimizer_is_given_later_are_not_forgotten():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    sgd = torch.optim.SGD(model[2].parameters(), lr=1e-3)
+    with altgrad.record(model, sgd, every=1) as recorder:
+        steps_of(model, sgd, recorder.loss, 3)
+        assert recorder.cause.kind == "not in the optimizer"
+        sgd.add_param_group({"params": list(model[0].parameters())})
+        model.zero_grad()
+        steps_of(model, sgd, recorder.loss, 3)
+    assert recorder.cause is None
+
+
+def test_what_transforms_call_stops_no_recorder():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    def loss(w, x): return torch.func.functional_call(model, w, (x[None],)).square().mean()
+    with altgrad.record(model, sgd, every=1) as recorder:
+        for _ in range(3):
+            steps_of(model, sgd, recorder.loss, 1)
+            torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, torch.randn(4, 8))
+    assert not recorder.stopped and recorder.cause is None and recorder.recording.steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("every", (1, 4))
+@pytest.mark.parametrize("kind", ("spectral_norm", "weight_norm"))
+def test_a_weight_with_a_parametrization_is_left_alone(kind, every):
+    "To read one of a spectral norm is an iteration of its vectors."
+    def run(watched):
+        torch.manual_seed(0)
+        norm = getattr(nn.utils.parametrizations, kind)
+        model = nn.Sequential(norm(nn.Linear(8, 16)), nn.ReLU(), norm(nn.Linear(16, 1)))
+        recorder = altgrad.record(model, sgd := torch.optim.SGD(model.parameters(), lr=0.1), every=every)
+        if watched: recorder.start()
+        steps_of(model, sgd, lambda loss: loss, 6)
+        recorder.stop()
+        return model.state_dict(), recorder
+    (plain, _), (seen, recorder) = run(False), run(True)
+    assert recorder.cause is None and recorder.recording.steps == list(range(1, 7))
+    assert all(torch.equal(value, seen[name]) for name, value in plain.items())
+
+
 def test_a_model_that_is_used_by_its_parts_is_recorded():
     "Its own forward is never called, as in Lightning's training_step."
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})

@@ -32,15 +32,17 @@ from altgrad.geometry.optim import GridSGD, RiemannianAdamW, StiffnessAdamW
 from altgrad.geometry.storage import grid_storages, make_grid_tensor, store_on_grid
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
 from altgrad.model.surgery import quantize_model
+from altgrad.cli import main
 from altgrad.training import trainer
 from altgrad.training.config import load_config, make_config
 from altgrad.training.data import load_corpus
 from altgrad.training.experiment import Comparison
-from altgrad.training.tracking import RunFolder
+from altgrad.training.tracking import RunFolder, StoredRun
 from altgrad.training.trainer import Trainer
 from altgrad.views import report, workspace
 from altgrad.views.autopsy import autopsy
 from altgrad.views.page import write_page
+from altgrad.views.watch import rows_of
 from altgrad.watching.monitors import Monitors
 
 X = torch.tensor([1.0, 2.0, -3.0])
@@ -821,6 +823,21 @@ def test_a_line_of_metrics_that_is_too_deep_to_read_is_damage(tmp_path):
     assert "damaged in line 2" in refused(run.metrics)
 
 
+@pytest.mark.parametrize(("row", "words"), [
+    ({"loss": 1.0}, "step must be a whole number, not None"), ({"step": "2"}, "step must be"),
+    ({"step": 2, "loss": "low"}, "loss cannot be 'low'"), ({"step": 2, "lr": [1.0]}, "lr cannot be"),
+    ({"step": 2, "events": ["x"]}, "events cannot be"),
+])
+def test_a_line_of_metrics_that_is_no_step_is_named(tmp_path, row, words):
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    good = {"step": 1, "loss": None, "lr": 1e-3, "nonfinite": ["loss"], "events": [{"kind": "nonfinite"}]}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
+    assert f"{tmp_path / 'metrics.jsonl'} is damaged in line 2: {words}" in refused(rows_of, StoredRun(tmp_path))
+    assert main(["watch", str(tmp_path), "--once"]) == 2
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(good) + "\n")
+    assert rows_of(StoredRun(tmp_path)) == [good] and main(["watch", str(tmp_path), "--once"]) == 0
+
+
 @pytest.mark.parametrize("name", [
     "checkpoints/manifest.json", "checkpoints/step-00000004.pt", "series/parts.json", "series/values-00000002.parquet",
 ])
@@ -948,7 +965,7 @@ def test_a_log_that_no_run_wrote(tmp_path, capsys, line):
         run.create(f"name: {name}\nmax_steps: 1\n")
         run.metrics_file.write_text(f"{text}\n")
     for look in (autopsy, write_page):
-        assert "not what a run logs (row 1)" in refused(look, tmp_path / "bad")
+        assert "damaged in line 1" in refused(look, tmp_path / "bad")
         look(tmp_path / "good")
     write_page(tmp_path)
     write_page(tmp_path)

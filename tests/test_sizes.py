@@ -259,6 +259,17 @@ def test_one_place_refutes_a_claim_of_all_places_before_the_others_are_run():
     assert len(claim.found(sizes.losses_of(made_up(worse, ("0.1m", "0.4m"))))) == 2 and len(claim.places) == 7
 
 
+def test_a_claim_rests_on_the_arms_that_it_asks_for():
+    losses = sizes.losses_of(made_up(usual))
+    nowhere = dict.fromkeys(sizes.PARTS, set())
+    claim = sizes.CLAIMS["sizes"][0]  # E4M3's stochastic rounding and FP32, at both ends
+    assert sizes.rests_on(claim, losses, nowhere) == []
+    assert sizes.rests_on(claim, losses, nowhere | {"0.1m": {"FP32", "E4M3 master"}}) == ["FP32"]
+    assert sizes.rests_on(claim, losses, nowhere | {"0.4m": {"FP32"}}) == []
+    check = sizes.CLAIMS["rates"][0]
+    assert sizes.rests_on(check, losses, nowhere | {"check-1.6m": {"E4M3 master"}}) == ["E4M3 master"]
+
+
 def test_one_seed_counts_only_where_it_is_asked_for():
     rows = [row for row in made_up(usual) if (row["matrix"], row["seed"]) != ("6.4m", sizes.FIRST_SEED)]
     single = sizes.losses_of(rows, least=1)

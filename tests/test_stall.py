@@ -723,6 +723,21 @@ def test_parameters_that_change():
     assert "of 2 tensors its format changed from bfloat16 to float32 (1.norm.weight" in meter.finding
 
 
+def test_a_layer_that_an_optimizer_is_given_later_is_measured_from_then_on():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    sgd = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with altgrad.stall(model, sgd, every=1) as meter:
+        for step in range(4):
+            if step == 2: sgd.add_param_group({"params": list(model[0].parameters())})
+            model.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            sgd.step()
+            assert ("no optimizer holds it" in meter.finding) == (step < 2)
+    assert not meter.stopped and not meter.alarms
+    assert {name: row.steps for name, row in meter.tensors.items()} == {
+        "0.weight": 2, "0.bias": 2, "1.weight": 4, "1.bias": 4}
+
+
 def test_a_model_that_is_cast_during_the_run_is_said_once(capsys):
     model = nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)

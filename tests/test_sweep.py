@@ -1,5 +1,6 @@
 """The sweep as a program: killed, continued, torn, refused; and rows that do not depend on who
 computed them."""
+import itertools
 import json
 import math
 import os
@@ -7,18 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from altgrad.basics import InputError
 from altgrad.training.tracking import git_commit
-from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, identity, run_id
+from altgrad.evidence.instrument import Arm, Bench, Task, arm_values, build_checkpoint, identity, run_id
+from altgrad.evidence.stability import StabilitySearch
 from altgrad.evidence.sweep import (
-    Job, Ledger, Loss, Sweep, Workers, _results, best_arms, check_row, compact, find_row, plan, read_matrix,
+    Job, Ledger, Loss, Sweep, Workers, _label, _results, best_arms, check_row, compact, find_row, plan, read_matrix,
     protocol_commit, read_rows, replay,
 )
 from altgrad.cli import main
+from altgrad.views.watch import _outcomes
 from tiny import HEAD, TEXT
 from wait import has_content, until
 
@@ -179,6 +184,23 @@ def test_an_arm_with_two_rates_is_two_among_the_best():
     assert best_arms(rows + other) == [("E4M3 fp32 adamw lr=0.004", 2.0, 4), ("E4M3 fp32 adamw lr=0.002", 3.0, 2)]
 
 
+def test_arms_that_differ_are_not_averaged_nor_called_the_same():
+    usual = dict(asdict(Arm(rule="stiffness_sgd", corpus="eurlex")), task={"steps": 200}, stage="confirm")
+    others = [{"power": 1.0}, {"moments": "dynamic8"}, {"corpus": "stdlib"}, {"checkpoint": "scratch-0.1m-0"},
+              {"task": {"steps": 300}}, {"floor_octaves": 4.0}, {"rule": "mine.py:R@0123456789ab", "power": 2.0}]
+    for other in others:
+        rows = [{**usual, "run": "a", "val_loss": 2.0}, {**usual, **other, "run": "b", "val_loss": 3.0}]
+        found = best_arms(rows)
+        assert [(mean, runs) for _, mean, runs in found] == [(2.0, 1), (3.0, 1)] and found[0][0] != found[1][0]
+        table = _outcomes(rows)
+        assert table.row_count == 2 and len({*table.columns[2].cells}) == 2, other
+        arms = [replace(Arm(**arm_values(row)), corpus="eurlex") for row in rows]  # a matrix has one text
+        assert len({_label(arm) for arm in arms}) == len({*arms})
+    assert _label(Arm()).startswith("E4M3 grid_stochastic stiffness_adamw p=0 lr")
+    plain = {**usual, "rule": "adamw", "run": "a", "val_loss": 2.0}
+    assert best_arms([plain]) == [("E4M3 grid_stochastic adamw R=8", 2.0, 1)]
+
+
 def test_replay(here, whole, capsys):
     row = find_row(Ledger(here / "one").rows(), next(iter(whole)))
     agrees, text = replay(row, bench(here))
@@ -306,6 +328,9 @@ def test_identity_is_stable_and_knows_the_text(here):
         (("power: [0, 1]", "power: [-1, 1]"), ("tune:", "extend_power: {step: 1, limit: 1}\ntune:"),
          "limit must be at least 2"),
         (("power: 0,", "power: 0, exclude: {},"), "must name an axis"),
+        (("name: test", "name: a/b"), "name must be that of a file"),
+        (("[tiny-0]", "[tiny-0, tiny-00]"), "the checkpoint 'tiny-00' is named tiny-0"),
+        (("[tiny-0]", "[tiny-0, tiny-\u0660]"), "is named tiny-0"),
         (("power: 0,", "power: 0, exclude: {power: 0},"), "leaves no arm"),
         (("power: [0, 1],", "power: [0, 1], exclude: [{power: 0}, {power: 1}],"), "leaves no arm"),
     ],
@@ -318,6 +343,55 @@ def test_bad_matrix_is_one_line(here, capsys, changes):
     code = main(["sweep", str(here / "bad.yaml"), *command(here, "bad")[3:]])
     said = capsys.readouterr()
     assert code == 2 and said.err.count("\n") == 1 and words in said.err and not said.out
+
+
+def test_numbers_may_be_written_as_yaml_does_not_know_them():
+    text = MATRIX.replace("0.01", "1e-2").replace("[0, 1]", "[0, 1e0]").replace("1.0e+30", "1e30")
+    text = text.replace("steps: 12", "eps: 1e-8, steps: 12")
+    assert read_matrix(text) == read_matrix(MATRIX)
+    with pytest.raises(InputError, match="lr must be a finite number, not 'much'"):
+        read_matrix(MATRIX.replace("0.01", "much"))
+
+
+def test_a_checkpoint_of_another_text_or_shape_is_refused_in_one_line(here, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text(TEXT.replace("times", "plus"))
+    mine = {"--checkpoints": tmp_path / "checkpoints", "--corpus": f"tiny=path:{here / 'text.txt'}"}
+    command = ["sweep", here / "matrix.yaml", "--out", tmp_path / "out", "--dry-run"]
+    def said(**changes):
+        code = main([*map(str, command), *map(str, itertools.chain.from_iterable({**mine, **changes}.items()))])
+        return code, capsys.readouterr().err
+    assert said()[0] == 0
+    other = {"--corpus": f"tiny=path:{tmp_path / 'other.txt'}"}
+    assert said(**other)[0] == 2 and "was pretrained on another text than path:" in said(**other)[1]
+    (tmp_path / "checkpoints/tiny-0.text").unlink()  # one that does not say its text is taken as it is
+    assert said(**other)[0] == 0
+    file = tmp_path / "checkpoints/tiny-0.pt"
+    state = torch.load(file)
+    for wrong in ([1, 2], {"w": torch.ones(2)}, {**state, "w": 1}, {k: v[:1] for k, v in state.items()}):
+        torch.save(wrong, file)
+        code, told = said()
+        assert code == 2 and told.count("\n") == 1 and "tiny-0.pt holds no model of its recipe" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_another_process_adds_before_the_lock_is_not_made_again(here, whole):
+    late, early = (Sweep(read_matrix(MATRIX), here / "raced", bench(here)) for _ in range(2))
+    assert early.run(1, progress=False) == 0
+    assert late.run(1, progress=False) == 0
+    assert rows_of(here, "raced") == whole
+
+
+def test_one_arm_is_searched_once(here):
+    arms = [Arm(format=name, lr=0.01, corpus="tiny") for name in ("E4M3", "e4m3")]
+    search = StabilitySearch(arms, here / "once", bench(here), ("tiny-0",), (1,))
+    assert len(search.plan().jobs) == 1
+
+
+def test_a_name_that_looks_like_json_is_a_name(here, whole, tmp_path):
+    named = [{**row, "matrix": "{draft} one"} for row in whole.values()]
+    compact(named, tmp_path / "x.parquet")
+    back = read_rows(tmp_path / "x.parquet")
+    assert {row["matrix"] for row in back} == {"{draft} one"} and all(isinstance(r["task"], dict) for r in back)
 
 
 def test_a_label_has_one_text(here, capsys):

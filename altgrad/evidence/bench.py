@@ -466,12 +466,13 @@ def card_folder(
     out: Path | str,  # of the ledger
     card: dict[str, Any],
 ) -> Path:
-    "The folder of a card and its picture; its name says all that was asked for and is not usual."
-    words = [shown_name(card["rule"]), shown_name(card["storage"]), card["format"]]
+    """The folder of a card and its picture; its name says all that was asked for and is not usual,
+    and has the hash of what came from outside: an edited rule has another folder."""
+    words = [card["rule"], card["storage"], card["format"]]
     words += [said.removesuffix(" moments").replace(" ", "_") for said in settings_of(card)]
     if card["protocol"] != "bench-1": words.append(card["protocol"].removeprefix("bench-1-"))
-    if card["against"] != "adamw": words.append(f"against_{shown_name(card['against'])}")
-    return Path(out) / "_".join(words).replace(":", "_")
+    if card["against"] != "adamw": words.append(f"against_{card['against']}")
+    return Path(out) / "_".join(words).replace(":", "_").replace("@", "_")
 
 def run_bench(
     arm: Arm,  # the rule, its format and its storage

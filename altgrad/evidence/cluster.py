@@ -6,6 +6,7 @@
 __all__ = ['RayWorkers']
 
 # %% ../../nbs/evidence/05_cluster.ipynb #88b9ed15
+import os
 import signal
 import socket
 import threading
@@ -64,9 +65,9 @@ def _connect(ray: Any, address: str | None) -> None:
 
 # %% ../../nbs/evidence/05_cluster.ipynb #7f1ac20a
 def _absolute(data: str) -> str:
-    "A text's place as it is called from every folder."
-    kind, colon, path = data.partition(":")
-    return f"path:{Path(path).absolute()}" if kind == "path" and colon else data
+    "A text's place as it is called from every folder, and by every user."
+    kind, mark, path = data.partition(":" if data.startswith("path:") else "@")
+    return f"{kind}{mark}{Path(os.path.expanduser(path)).absolute()}" if path else data
 
 # %% ../../nbs/evidence/05_cluster.ipynb #93dbf916
 class RayWorkers:

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['RECIPES', 'SPLITS', 'MOST_POWER', 'VERSION', 'MODULES', 'LATER', 'Recipe', 'from_scratch', 'recipe_of', 'blank_model',
            'ramp', 'pretrain', 'state_hash', 'Task', 'validation_pieces', 'piece_losses', 'Arm', 'make_rule', 'Bench',
-           'build_checkpoint', 'code_hash', 'code_here', 'unusual', 'refuse_unusual', 'arm_facts', 'arm_values',
-           'identity', 'run_id', 'row_identity', 'Weights', 'explain_step', 'explain_end', 'run_arm', 'Outcome',
-           'make_row', 'rest_rule', 'frozen_loss']
+           'build_checkpoint', 'check_text', 'code_hash', 'code_here', 'unusual', 'refuse_unusual', 'arm_facts',
+           'arm_values', 'identity', 'run_id', 'row_identity', 'Weights', 'explain_step', 'explain_end', 'run_arm',
+           'Outcome', 'make_row', 'rest_rule', 'frozen_loss']
 
 # %% ../../nbs/evidence/00_instrument.ipynb #ad383661
 import ast
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 # %% ../../nbs/evidence/00_instrument.ipynb #a776ce2a
 from ..geometry import optim
-from ..basics import InputError, is_number, unknown, write_atomic
+from ..basics import InputError, is_number, read_small, unknown, write_atomic
 from ..numbers.formats import get_format, signed_format, ulp
 from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import read_granularity, scale_of
@@ -97,6 +97,8 @@ def recipe_of(
     name, _, seed = checkpoint.rpartition("-")
     known = name in RECIPES and seed.isdecimal() and len(seed) < 10
     if not known: raise unknown("checkpoint", checkpoint, [f"{name}-<seed>" for name in RECIPES])
+    if checkpoint != f"{name}-{int(seed)}":  # one name for each, or it would count as two
+        raise InputError(f"the checkpoint {checkpoint!r} is named {name}-{int(seed)}")
     return RECIPES[name], int(seed)
 
 # %% ../../nbs/evidence/00_instrument.ipynb #099c341d
@@ -265,8 +267,7 @@ def _check_arm(a: Arm) -> None:
             raise InputError(f"{f.name} must be text, not {value!r}")
     fmt = signed_format(a.format)
     if fmt.bits not in (4, 6, 8): raise InputError(f"an arm's format has 4, 6 or 8 bits, not {a.format}")
-    # the registry's name, so that one format is one arm; rows were made under a spec, too, and keep it
-    object.__setattr__(a, "format", fmt.spec if a.format.lower() == fmt.spec.lower() else fmt.name)
+    object.__setattr__(a, "format", _registered(a.format))
     read_granularity(a.granularity)
     for key, use in (("rule", use_rule), ("storage", use_storage)):
         if not is_full(getattr(a, key)): object.__setattr__(a, key, use(getattr(a, key)))
@@ -308,9 +309,18 @@ def _check_later(a: Arm) -> None:
         raise InputError(f"reset_every must be a whole number from 0, not {a.reset_every!r}")
     if a.reset_every and a.rule in RULES and RULES[a.rule].averages:
         raise InputError(f"{a.rule} keeps its averages in what reset_every would clear")
-    for text in filter(None, (a.inputs, a.gradients)): read_precision(text)
+    for key in ("inputs", "gradients"):
+        if not getattr(a, key): continue
+        read_precision(getattr(a, key))
+        name, *words = getattr(a, key).split()
+        object.__setattr__(a, key, " ".join([_registered(name), *words]))
     if a.rule in RULES and RULES[a.rule].averages and recipe_of(a.checkpoint)[0].scratch:
         raise InputError(f"{a.rule} averages the block weights alone: {a.checkpoint} trains them all")
+
+def _registered(name: str) -> str:
+    "The registry's name, so that one format is one arm; rows were made under a spec, too, and keep it."
+    fmt = get_format(name)
+    return fmt.spec if name.lower() == fmt.spec.lower() else fmt.name
 
 def _number(key: str, value: Any) -> float:
     if (
@@ -388,7 +398,7 @@ class Bench:
     def state(self, checkpoint: str) -> tuple[dict[str, Tensor], str]:
         "A checkpoint's tensors and hash; InputError if it is not there, or damaged."
         if checkpoint not in self._states:
-            self._states[checkpoint] = _load_state(self.file(checkpoint))
+            self._states[checkpoint] = _load_state(self.file(checkpoint), recipe_of(checkpoint)[0])
         return self._states[checkpoint]
 
     def model(self, checkpoint: str) -> GPT:
@@ -410,13 +420,21 @@ class Bench:
         return other
 
 # %% ../../nbs/evidence/00_instrument.ipynb #4c095598
-def _load_state(path: Path) -> tuple[dict[str, Tensor], str]:
-    "A checkpoint file's tensors, and their hash."
+def _load_state(path: Path, r: Recipe) -> tuple[dict[str, Tensor], str]:
+    "A checkpoint file's tensors, and their hash; InputError for what is no model of the recipe."
     if not path.is_file(): raise InputError(f"no checkpoint {path}; `altgrad sweep` builds it")
     try: state = torch.load(path, weights_only=True)
     except Exception as e:
         raise InputError(f"{path} is damaged ({type(e).__name__}); remove it") from None
+    with torch.device("meta"): wanted = _shapes(blank_model(r).state_dict())
+    if _shapes(state) != wanted:
+        raise InputError(f"{path} holds no model of its recipe: other names or shapes of tensors; remove it")
     return state, state_hash(state)
+
+def _shapes(state: Any) -> dict[str, Any] | None:
+    "The shapes of tensors by name; None for anything else."
+    if not isinstance(state, Mapping): return None
+    return {name: getattr(t, "shape", None) for name, t in state.items()}
 
 # %% ../../nbs/evidence/00_instrument.ipynb #00cc9bee
 def build_checkpoint(
@@ -424,13 +442,32 @@ def build_checkpoint(
     checkpoint: str,  # e.g. "stdlib-0.1m-0"
     report: Any = None,  # see `pretrain`
 ) -> str:  # its hash
-    "Pretrains a checkpoint unless its file is there."
+    "Pretrains a checkpoint unless its file is there; InputError for one of another text."
     if not bench.file(checkpoint).is_file():
         recipe, seed = recipe_of(checkpoint)
-        state = pretrain(recipe, seed, bench.corpus(recipe.corpus), report)
+        text = bench.corpus(recipe.corpus)
+        state = pretrain(recipe, seed, text, report)
         bench.folder.mkdir(parents=True, exist_ok=True)
+        if not recipe.scratch: write_atomic(_text_file(bench, checkpoint), f"{text.hash}\n")
         write_atomic(bench.file(checkpoint), lambda file: torch.save(state, file))
+    check_text(bench, checkpoint)
     return bench.state(checkpoint)[1]
+
+def _text_file(bench: Bench, checkpoint: str) -> Path:
+    "The file beside a checkpoint that says which text it was pretrained on."
+    return bench.file(checkpoint).with_suffix(".text")
+
+def check_text(
+    bench: Bench,
+    checkpoint: str,  # e.g. "eurlex-0.1m-0"
+) -> None:
+    """InputError where a checkpoint was pretrained on another text than the one that its label was given;
+    what nothing is known of passes."""
+    label, file = recipe_of(checkpoint)[0].corpus, _text_file(bench, checkpoint)
+    if bench.data.get(label, "stdlib") == "stdlib" or not file.is_file(): return
+    if read_small(file).strip() != bench.corpus(label).hash.encode():
+        raise InputError(f"{bench.file(checkpoint)} was pretrained on another text than {bench.data[label]}; "
+                         "choose another --checkpoints")
 
 # %% ../../nbs/evidence/00_instrument.ipynb #595ac38f
 VERSION = 1  # of the instrument: raised where a change alters the results of every run

@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterable, Mapping, NamedTuple
 from ..basics import COLORS, INK, InputError
 from ..numbers.formats import EIGHT_BIT
 from .instrument import Arm, Bench, refuse_unusual
-from .sweep import Job, Matrix, Plan, Sweep
+from .sweep import Job, Matrix, Plan, Sweep, power_of
 
 # %% ../../nbs/evidence/03_stability.ipynb #3d427230
 PARTS = 8  # of an octave: the resolution of the threshold
@@ -76,7 +76,7 @@ class StabilitySearch(Sweep):
         seeds: tuple[int, ...] = (3000, 3001, 3002),  # the first on the first checkpoint, and so on
         accept: Iterable[str] = (),  # see `Sweep`
     ):
-        cells = tuple((replace(arm, lr=0.0), arm.lr) for arm in arms)
+        cells = tuple({replace(arm, lr=0.0): arm.lr for arm in arms}.items())
         if any(not 0 < guess <= 1e100 for _, guess in cells):
             raise InputError("a search begins at a learning rate above 0 and at most 1e100")
         for arm, _ in cells: refuse_unusual(arm, "a search for the largest learning rate")
@@ -183,7 +183,8 @@ def plot_max_lr(
             _draw_rates(ax, rows, storage.replace("_", " "), style)
             if len(rows) > 1: _draw_tuned(ax, best, (storage, rule, power))
         _draw_none(ax, mine)
-        named = f"{rule}, power {power:g}" if rule == "stiffness_adamw" else str(rule)
+        shown = power_of({"rule": rule, "power": power})
+        named = str(rule) if shown is None else f"{rule}, power {shown:g}"
         ax.set(yscale="log", title=named)
         ax.set_xticks(range(len(EIGHT_BIT)), EIGHT_BIT, rotation=60, fontsize=10)
         ax.grid(axis="y", alpha=0.3)

@@ -654,9 +654,11 @@ def store_on_grid(
     if not STORAGES[storage].on_grid: return list(layers)
     _refuse_shared(model, layers)
     _refuse_scaling(layers)
-    grids = [_grid_of(name, layer, storage, seed, i) for i, (name, layer) in enumerate(layers.items())]
-    for layer, grid in zip(layers.values(), grids):
-        layer.weight = nn.Parameter(grid)
+    made: dict[Any, nn.Parameter] = {}  # layers that share a weight go on sharing it
+    for i, (name, layer) in enumerate(layers.items()):
+        if layer.weight not in made: made[layer.weight] = nn.Parameter(_grid_of(name, layer, storage, seed, i))
+    for layer in layers.values():
+        layer.weight = made[layer.weight]
         layer.register_load_state_dict_pre_hook(_load_afresh)
     return list(layers)
 

@@ -8,6 +8,7 @@ __all__ = ['CLASSES', 'fast_bfloat16', 'multiplies_narrow', 'Quantized', 'Quanti
 # %% ../../nbs/model/03_products.ipynb #e2fa5b92
 import threading
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Iterator, Self, TypeGuard, cast
 
 import torch
@@ -19,7 +20,8 @@ from ..basics import InputError, operator_name
 from ..numbers.formats import FP8Format
 from ..numbers.kernels import is_plain
 from ..geometry.storage import GridTensor
-from .points import PARTED, POINTS, Quantizer, read_precision, round_in_forward
+from .points import (PARTED, POINTS, Quantizer, read_precision, round_gradient,
+                                    round_in_forward)
 
 # %% ../../nbs/model/03_products.ipynb #f78cd2b4
 def fast_bfloat16(device: torch.device) -> bool:
@@ -99,7 +101,9 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x, w, gradient_too):
         ctx.save_for_backward(x, w)
         ctx.gradient_too = gradient_too
-        return _multiply(x.reshape(-1, x.shape[-1]), w.T, True).view(*x.shape[:-1], w.shape[0])
+        y = _multiply(x.reshape(-1, x.shape[-1]), w.T, True)
+        # no view to autograd, which lets nobody write into one that a Function returns
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], w.shape[0]))
 
     @staticmethod
     def backward(ctx, g):
@@ -233,7 +237,7 @@ class Quantized(nn.Module):
 def _round_gradient(y: Tensor, layer: Quantized) -> Tensor:
     "`y`; what flows back into it is rounded by the layer's gradient point."
     point = layer.points.get("gradient")
-    if point is not None and y.requires_grad: y.register_hook(point)
+    if point is not None and y.requires_grad: y.register_hook(partial(round_gradient, point))
     return y
 
 # %% ../../nbs/model/03_products.ipynb #8729c664
@@ -244,7 +248,7 @@ def _output(layer: "QuantizedLinear", x: Tensor, w: Tensor) -> Tensor:
     elif point is None: return F.linear(x, w, layer.bias)
     else: y = F.linear(x, w)
     y = _round_gradient(y, layer)
-    return y if layer.bias is None else y + layer.bias
+    return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 # %% ../../nbs/model/03_products.ipynb #47f15ead
 class QuantizedLinear(Quantized, nn.Linear):
@@ -268,7 +272,7 @@ class QuantizedConv2d(Quantized, nn.Conv2d):
         w = self.beside(x, self.quantized_weight(self.training))
         if "gradient" not in self.points: return self._conv_forward(x, w, self.bias)
         y = _round_gradient(self._conv_forward(x, w, None), self)
-        return y if self.bias is None else y + self.bias[:, None, None]
+        return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
 
 # %% ../../nbs/model/03_products.ipynb #af0da8e4
 CLASSES: dict[type[nn.Module], type[Quantized]] = {

@@ -24,8 +24,8 @@ from ..numbers.kernels import CHUNK
 from ..numbers.quantize import fake_quantize
 from ..numbers.scaling import compute_scale, scale_of
 from ..geometry.storage import GridTensor
-from .parallel import total, world
-from .points import Precision, PrecisionConfig, Quantizer
+from .parallel import shares, total, world
+from .points import Precision, PrecisionConfig, Quantizer, round_gradient
 from .products import CLASSES, Quantized, QuantizedLinear
 
 # %% ../../nbs/model/04_surgery.ipynb #84ab828a
@@ -365,7 +365,7 @@ def round_weight_gradients(model: nn.Module) -> None:
     after the last backward pass and before the optimizer's step."""
     for m in model.modules():
         if isinstance(m, Quantized) and "weight_gradient" in m.points and m.weight.grad is not None:
-            m.weight.grad = m.points["weight_gradient"](m.weight.grad)
+            m.weight.grad = round_gradient(m.points["weight_gradient"], m.weight.grad)
 
 # %% ../../nbs/model/04_surgery.ipynb #f0433d1f
 def _stackable(layer: Quantized) -> bool:
@@ -397,7 +397,7 @@ def _round_stacks(layers: list[Quantized]) -> None:
 @contextmanager
 def rounded_once(
     model: nn.Module,
-    leaves: bool = False,  # for a compiler: a grid's values are leaves, whose gradients become the weights'
+    leaves: bool = False,  # for a compiler: a grid's values are leaves, whose gradients the weights get in the end
 ) -> Iterator[None]:
     "Inside, where weights must not change, each is rounded (or read from its grid) only once."
     layers = [m for _, m in quantized_layers(model)]
@@ -409,7 +409,8 @@ def rounded_once(
         yield
     finally:
         for m in read:
-            if m.kept: m.weight.grad = m.kept[0].grad
+            if not m.kept or (g := m.kept[0].grad) is None: continue
+            m.weight.grad = g if m.weight.grad is None else m.weight.grad + g
         for m in layers: m.kept = None
 
 # %% ../../nbs/model/04_surgery.ipynb #431a91c7
@@ -454,7 +455,8 @@ def clamp_outliers(
 ) -> list:  # hooks: `handle.remove()` ends the clamping
     "Limits the outputs of modules to `limit` times their RMS; InputError if no module matches."
     def clamp(module, args, y):
-        mean, = total([y.detach().square().mean() / world()])
+        mean = y.detach().square().mean()
+        if shares(module.training): mean, = total([mean / world()])
         bound = limit * mean.sqrt()
         return y.clamp(-bound, bound)
 

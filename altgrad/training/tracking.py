@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CODE', 'MIRRORS', 'json_line', 'versions', 'machine', 'git_commit', 'code_commit', 'StoredRun', 'check_place',
-           'state_of', 'heights', 'RunFolder', 'check_log', 'read_line', 'read_jsonl', 'check_rows', 'MetricsLog',
-           'usual_mirror', 'wandb_settings', 'first_line', 'Mirror', 'read_wandb']
+           'state_of', 'heights', 'RunFolder', 'check_log', 'read_line', 'read_jsonl', 'MetricsLog', 'usual_mirror',
+           'wandb_settings', 'first_line', 'Mirror', 'read_wandb']
 
 # %% ../../nbs/training/02_tracking.ipynb #ad69ba87
 import hashlib
@@ -394,22 +394,6 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 # %% ../../nbs/training/02_tracking.ipynb #2d7b2ad6
-def check_rows(
-    path: Path,  # metrics.jsonl
-    rows: list[dict[str, Any]],
-) -> list[dict[str, Any]]:  # the same
-    "InputError for a row that no run logs: without a step, with a loss or events that are none."
-    for number, row in enumerate(rows, 1):
-        loss, events = row.get("loss"), row.get("events", [])
-        logged = type(row.get("step")) is int and (loss is None or is_number(loss))
-        if not (logged and isinstance(events, list) and all(map(_is_event, events))):
-            raise InputError(f"{path} is not what a run logs (row {number})")
-    return rows
-
-def _is_event(event: Any) -> bool:
-    if not isinstance(event, dict): return False
-    return all(isinstance(event.get(key) or "", str) for key in ("kind", "metric", "layer"))
-
 def _line_ends(path: Path) -> list[int]:
     """Return the ends of the lines of the steps 1, 2, 3 ... in bytes,
     as far as each line is whole and in its place."""

@@ -21,7 +21,7 @@ from typing import Any, Mapping, NamedTuple
 from ..basics import COLORS, INK, InputError, in_figure_style, tell
 from ..watching.thresholds import Alarms
 from ..training.experiment import MAY_DIFFER
-from ..training.tracking import StoredRun, check_log, check_rows, state_of
+from ..training.tracking import StoredRun, check_log, state_of
 from ..training.trainer import succeeded
 from .watch import LIMITS, Tail, event_text, limits_of, parse_metric, rows_of
 
@@ -300,14 +300,13 @@ def autopsy(
     run = StoredRun(run_dir)
     config = run.stored_config()
     if config is None: raise InputError(f"{run.path} is not a run folder")
-    check_rows(run.metrics_file, Tail(run.metrics_file).read())
     rows = rows_of(run)
     if not rows: raise InputError(f"{run.path} has no step to examine; {state_of(run)}")
     twin = StoredRun(against) if against else _find_twin(run)
     if against and twin and not twin.metrics_file.is_file():
         raise InputError(f"{twin.path} holds no metrics to compare with")
     if twin: check_log(twin)
-    healthy = check_rows(twin.metrics_file, Tail(twin.metrics_file).read()) if twin else []
+    healthy = Tail(twin.metrics_file).read() if twin else []
     losses = {r["step"]: v for r in healthy if (v := r.get("loss")) is not None}
     left = out_of_range(rows, limits_of(config))
     events = _events(rows, {(f.what, f.layer) for f in left})

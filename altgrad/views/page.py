@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..basics import COLORS, InputError, is_number, tell, write_atomic
-from ..training.tracking import StoredRun, check_rows, state_of
+from ..training.tracking import StoredRun, state_of
 from .watch import Tail
 
 # %% ../../nbs/views/05_page.ipynb #dc0897d6
@@ -59,7 +59,6 @@ def read_run(
 ) -> RunView:
     "Read what the page shows of a run, as far as it has come; InputError for what no run wrote."
     config, rows = run.stored_config() or {}, Tail(run.metrics_file).read()
-    check_rows(run.metrics_file, rows)
     peaks = {key: config[key] for key in ("lr", "rule_lr") if is_number(config.get(key))}
     last = {key: points[-1][1] for key in AXES if (points := _points(rows, key))}
     flags = [f"{event.get('kind', 'event')} at step {row['step']}" for row in rows

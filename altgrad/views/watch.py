@@ -25,11 +25,12 @@ from rich.table import Table
 from rich.text import Text
 
 # %% ../../nbs/views/01_watch.ipynb #a2be1d4b
-from ..basics import COLORS, INK, InputError, in_figure_style
+from ..basics import COLORS, INK, InputError, in_figure_style, is_number, one_line
 from ..watching.series import read_histograms, read_series
 from ..watching.thresholds import Thresholds
 from ..training.tracking import StoredRun, check_log, heights, read_line, state_of
-from ..evidence.sweep import FLAGS, Ledger, flags
+from ..evidence.instrument import unusual
+from ..evidence.sweep import FLAGS, Ledger, flags, places_of, power_of
 
 # %% ../../nbs/views/01_watch.ipynb #09d03537
 class MetricName(NamedTuple):
@@ -68,23 +69,41 @@ def worst(
 
 # %% ../../nbs/views/01_watch.ipynb #a2282c94
 class Tail:
-    "The rows of a JSON-lines file, as they come."
+    "The rows of a run's metrics.jsonl, as they come."
     def __init__(self, path: Path | str):
-        self.path, self.at = Path(path), 0
+        self.path, self.at, self.lines = Path(path), 0, 0
         self.rows: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
-        """All rows so far; lines that are not whole yet are left for later,
-        damaged ones are passed over."""
+        """All rows so far; lines that are not whole yet are left for later, damaged ones are passed over.
+        InputError for a row that cannot be a step's."""
         if not self.path.is_file(): return self.rows
         with open(self.path, "rb") as file:
-            if file.seek(0, 2) < self.at: self.at, self.rows = 0, []
+            if file.seek(0, 2) < self.at: self.at, self.lines, self.rows = 0, 0, []
             file.seek(self.at)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self.at += len(whole)
-        self.rows += [row for row in map(read_line, whole.splitlines()) if row is not None]
+        for line in whole.splitlines():
+            self.lines += 1
+            if (row := read_line(line)) is None: continue
+            _check_step(row, f"{self.path} is damaged in line {self.lines}")
+            self.rows.append(row)
         return self.rows
+
+def _is_event(event: Any) -> bool:
+    if not isinstance(event, dict): return False
+    return all(isinstance(event.get(key) or "", str) for key in ("kind", "metric", "layer"))
+
+def _check_step(row: dict[str, Any], place: str) -> None:
+    "InputError unless a row has the number of its step, and numbers, nulls and events beside it."
+    if type(row.get("step")) is not int or row["step"] < 0:
+        raise InputError(f"{place}: step must be a whole number, not {row.get('step')!r}")
+    for key, value in row.items():
+        if key in ("events", "nonfinite"):
+            fits = isinstance(value, list) and (key != "events" or all(map(_is_event, value)))
+        else: fits = value is None or isinstance(value, bool) or is_number(value)
+        if not fits: raise InputError(f"{place}: {key} cannot be {one_line(value, 60)!r}")
 
 # %% ../../nbs/views/01_watch.ipynb #ded0a7e3
 def rows_of(
@@ -192,11 +211,11 @@ def render_run(
 # %% ../../nbs/views/01_watch.ipynb #ea41d318
 def _rule(row: dict[str, Any]) -> str:
     "The rule of a row with its settings, in few characters."
-    rule, power, floor = str(row.get("rule", "-")), row.get("power"), row.get("floor_octaves")
-    if rule != "stiffness_adamw" or power is None: return rule
-    place = " gradient" if row.get("placement") == "gradient" else ""
-    octaves = "" if floor in (None, 8.0) else f" R={floor:g}"
-    return f"{rule} {power:+g}{place}{octaves}"
+    words, power, floor = [str(row.get("rule", "-"))], power_of(row), row.get("floor_octaves")
+    if power is not None: words.append(f"{power:+g}")
+    if row.get("placement") == "gradient": words.append("gradient")
+    if floor not in (None, 8.0): words.append(f"R={floor:g}")
+    return " ".join([*words, *(f"{key} {value}" for key, value in unusual(row).items())])
 
 # %% ../../nbs/views/01_watch.ipynb #587d22e9
 def _best_rate(rows: list[dict[str, Any]]) -> tuple[str, float | None]:
@@ -217,8 +236,8 @@ def _outcomes(rows: list[dict[str, Any]]) -> Table:
     table = Table("storage", "format", "rule", "runs", "best lr", "mean there", "least", *FLAGS,
                   box=None)
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for r in rows:
-        arm = (str(r.get("storage", "-")), str(r.get("format", "-")), _rule(r))
+    for r, where in zip(rows, places_of(rows)):
+        arm = (str(r.get("storage", "-")), str(r.get("format", "-")), " ".join([_rule(r), *where]))
         groups.setdefault(arm, []).append(r)
     for arm, part in sorted(groups.items())[:MOST]:
         lr, mean = _best_rate(part)

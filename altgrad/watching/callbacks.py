@@ -34,10 +34,10 @@ class Attached:
         "Before the forward pass of a step, counted from 1; again for each of its micro-batches."
         if self.monitors is not None and not self.monitors.active: self.monitors.begin(step)
 
-    def gradients(self) -> None:
-        "After the backward pass."
+    def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        "After the backward pass; where several optimizers step in turn, before the step of each."
         round_weight_gradients(self.model)
-        if self.monitors is not None: self.monitors.gradients()
+        if self.monitors is not None: self.monitors.gradients(optimizer)
 
     def end(self) -> Measurement:
         "After the optimizer's step; empty if this step was not measured."
@@ -104,7 +104,7 @@ class _LightningHooks(Attached):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx): self.begin(self.steps + 1)
 
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer): self.gradients()
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer): self.gradients(optimizer)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == self.counted: return  # a micro-batch

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WRAPPERS', 'RELEASED', 'SHOWN', 'optimizers_in', 'parts_of_loop', 'unwrapped', 'names_of', 'check_pair', 'releases',
-           'local', 'codes_of', 'values_of', 'sampled', 'rich_table', 'OpenStep', 'LoopMeter', 'InLoop',
-           'in_transformers', 'in_lightning']
+           'is_skipped', 'loss_scale', 'local', 'codes_of', 'values_of', 'sampled', 'rich_table', 'OpenStep',
+           'LoopMeter', 'InLoop', 'in_transformers', 'in_lightning']
 
 # %% ../../nbs/watching/15_loops.ipynb #51161912
 import math
@@ -105,6 +105,21 @@ def releases(
 ) -> bool:
     "Return whether gradients are gone before a step, as `without_master` can have it."
     return bool(getattr(optimizer, "releases_gradients", False))
+
+# %% ../../nbs/watching/15_loops.ipynb #0336dbc0
+def is_skipped(
+    optimizer: Optimizer,  # about to make a step
+) -> bool:
+    "Return whether a fused step will change nothing, because `GradScaler` found what is not finite."
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+def loss_scale(
+    optimizer: Optimizer,  # about to make a step
+) -> float:
+    "Return by what a fused step will divide its gradients, which are those of a scaled loss until then."
+    scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else float(scale)
 
 # %% ../../nbs/watching/15_loops.ipynb #9a35375b
 def local(

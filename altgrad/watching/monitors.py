@@ -54,10 +54,13 @@ class GradientCounts:
         self.silent: dict[str, Tensor] = {}  # measured steps in a row for which each row was silent
 
     @torch.no_grad()
-    def measure(self, parcel: Parcel) -> None:
-        "Puts the numbers of the gradients that are there into the parcel."
+    def measure(self, parcel: Parcel, optimizer: torch.optim.Optimizer | None = None) -> None:
+        "Puts the numbers of the gradients that are there, or of an optimizer's alone, into the parcel, once."
+        groups = [] if optimizer is None else optimizer.param_groups
+        own = {id(p) for group in groups for p in group["params"]}
         for name, m in self.layers.items():
-            if m.weight.grad is None: continue
+            if m.weight.grad is None or ("gradients", name) in parcel.parts: continue
+            if optimizer is not None and id(m.weight) not in own: continue
             g: Tensor = m.weight.grad.flatten(1)
             rows = torch.maximum(g.amax(1), -g.amin(1))
             before = self.silent.get(name, torch.zeros_like(rows)).to(rows.device)
@@ -256,9 +259,12 @@ class Monitors:
 
     def _is_due(self, every: int) -> bool: return self.step == 1 or self.step % every < self.every
 
-    def gradients(self) -> None:
-        "Measure the gradients, after the backward pass and before clipping."
-        if self.active: self.of_gradients.measure(self.parcel)
+    def gradients(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,  # whose step is next, of several that step in turn
+    ) -> None:
+        "Measure the gradients, after the backward pass and before clipping, once in a step."
+        if self.active: self.of_gradients.measure(self.parcel, optimizer)
 
     def end(self) -> Measurement:
         "Return the measurements, after the optimizer's step; empty if this step is not measured."

@@ -137,12 +137,12 @@ def writes_since(
 class PointCounts:
     "The counts of what a model's points round between `start` and `stop`; micro-batches add up."
     def __init__(self, model: nn.Module):
-        self.points = quantizers(model)
-        # a weight that is stored in another format than its layer's is rounded at its use
-        self.on_grid: dict[str, GridTensor] = {}
-        for name, m in quantized_layers(model):
-            w = m.weight.data
-            if isinstance(w, GridTensor) and w.fmt == m.weight_format: self.on_grid[name] = w
+        self.points, self.layers = quantizers(model), dict(quantized_layers(model))
+
+    def _on_grid(self) -> dict[str, GridTensor]:
+        "The weights that are on the grid now; one in another format than its layer's is rounded at its use."
+        held = ((name, m.weight.data, m.weight_format) for name, m in self.layers.items())
+        return {name: w for name, w, fmt in held if isinstance(w, GridTensor) and w.fmt == fmt}
 
     @property
     def formats(self) -> dict[tuple[str, str], FP8Format]:
@@ -157,7 +157,7 @@ class PointCounts:
         self.samples: dict[Any, tuple[Tensor, Tensor]] = {}
         self.codes: dict[Any, Tensor] = {}
         for key, q in self.points.items(): q.probe = partial(self._round, key)
-        self.counts = {name: w.how["counts"].clone() for name, w in self.on_grid.items()}
+        self.counts = {name: w.how["counts"].clone() for name, w in self._on_grid().items()}
 
     def _round(
         self, key: tuple[str, str], x: Tensor, scale: Tensor, random: int | Tensor | None
@@ -185,17 +185,16 @@ class PointCounts:
         self.sums = _sums_of_all(self.points, self.sums)
         self.scales = _of_all(self.points, self.scales, mean=True)
         self.codes = _of_all(self.points, self.codes)
-        for name in self.on_grid: self._enter_grid(name)
+        for name, w in self._on_grid().items(): self._enter_grid(name, w)
         for key in self.sums:
             parcel["sums", *key], parcel["scale", *key] = self.sums[key], self.scales[key]
             if self.histogram: parcel["histogram", *key] = self.codes[key]
         distances = _of_all(self.points, grid_distances(self.samples, self.formats), mean=True)
         for key, distance in distances.items(): parcel["distance", *key] = distance
 
-    def _enter_grid(self, name: str) -> None:
+    def _enter_grid(self, name: str, grid: GridTensor) -> None:
         "Enter a weight on the grid: its values, and what its writes lost."
-        grid, key = self.on_grid[name], (name, "weight")
-        w, s = grid.dequantize(), grid.scale
+        key, w, s = (name, "weight"), grid.dequantize(), grid.scale
         sums = rounding_sums(w, w, s, self.points[key].format)
         self._enter(key, w, w, s, sums)
         lost = writes_since(self.counts[name], grid)

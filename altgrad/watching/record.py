@@ -19,15 +19,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
-from .attempt import by_element, precision_of
+from .attempt import by_element, decouples, precision_of
 from .cause import Cause, Usual, diverges, first_cause, is_broken, suspects
 from .loops import (RELEASED, LoopMeter, OpenStep, check_pair, codes_of,
-                                    in_lightning, in_transformers, parts_of_loop, releases,
-                                    rich_table, sampled, unwrapped, values_of)
+                                    in_lightning, in_transformers, is_skipped, loss_scale,
+                                    parts_of_loop, releases, rich_table, sampled, unwrapped, values_of)
 from .monitors import check_every
 from .recording import (INDEX, Recording, extreme, first_look, merge, note,
                                         plot_recording, with_shares, write_recording)
@@ -75,7 +76,7 @@ def _facts_of(name: str, module: nn.Module) -> dict[str, Any]:
         kind = "normalization"
     if _transposed(module): kind = "Linear"
     p, fan_in = _main(module), None
-    if p is not None and kind in ("Linear", "convolution"):
+    if p is not None and kind in ("Linear", "convolution") and not is_parametrized(module):
         fan_in = p.numel() // _matrix(module).shape[0]
     facts = {"name": name, "class": type(module).__name__, "kind": kind, "fan_in": fan_in}
     return {**facts, "has_weight": p is not None, "float8": hasattr(module, "config")}
@@ -122,8 +123,9 @@ def compare_product(
     make = {nn.Linear: _linear, nn.Conv1d: _corner, nn.Conv2d: _corner, nn.Conv3d: _corner}
     found = next((f for kind, f in make.items() if isinstance(layer, kind)), None)
     if _transposed(layer): found = _linear
+    if found is None or is_parametrized(layer): return {}  # to look at such a weight may change its state
     p = getattr(layer, "weight", None)
-    if found is None or not isinstance(p, Tensor) or p.dim() < 2 or not x.numel(): return {}
+    if not isinstance(p, Tensor) or p.dim() < 2 or not x.numel(): return {}
     w = codes_of(p).detach()
     if _transposed(layer): w = w.T
     if w.dtype != torch.float64: w = w.float()
@@ -167,11 +169,10 @@ class _Before:
 
     def absorbs(self, group: dict[str, Any], optimizer: Optimizer) -> Tensor | float:
         "Share of weights that weight decay, as a product by itself, leaves as they are."
-        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
         own = sampled(codes_of(self.p), self.n)
         wd = float(group.get("weight_decay") or 0) * float(group.get("lr") or 0)
-        if not decoupled or group.get("fused") or not wd or isinstance(self.p.data, GridTensor):
-            return math.nan
+        alone = decouples(optimizer, group) and not group.get("fused")
+        if not alone or not wd or isinstance(self.p.data, GridTensor): return math.nan
         if not torch.equal(own.double(), self.w): return math.nan  # a copy decays instead
         return (own * (1 - wd) == own)[own != 0].double().mean()
 
@@ -296,8 +297,8 @@ class _Forward:
     def __init__(self, recorder: "Recorder"):
         self.r = recorder
         self.places: dict[str, int] = {}  # of layers, in the order of their first calls
-        # optimizers that made a step since their gradients were seen to be gone, and those of them whose
-        # gradients were there when the last backward pass began
+        # optimizers that made a step since their gradients were seen to be gone, and those of them to whose
+        # gradients a backward pass has added since
         self.used: set[int] = set()
         self.old: set[int] = set()
 
@@ -414,8 +415,17 @@ class _Forward:
         if r._row is None or r._backward: return
         r._backward, r._row.looked = True, True
         r._fresh = {i: True for i in range(len(r.optimizers))}
-        self.used = {i for i in self.used if _is_stale(r, r.optimizers[i])}
-        self.old = set(self.used)
+        held = {i: _old_gradients(r, r.optimizers[i]) for i in self.used}
+        self.used = {i for i, gradients in held.items() if gradients}
+        self.old &= self.used
+        if self.used: _after_this_pass(lambda: r._guarded(self.added, held))
+
+    def added(self, held: dict[int, list[tuple[Any, Tensor, int]]]) -> None:
+        "When the pass is over: to which of them it added. `torch.autograd.grad` adds to none."
+        self.r._backward = False
+        for i, gradients in held.items():
+            there = [(p.grad, g, version) for p, g, version in gradients if p.grad is not None]
+            if any(now is not g or g._version != version for now, g, version in there): self.old.add(i)
 
     def add(self, layer: str, tensor: str, x: Tensor, found: tuple[Tensor, Tensor]) -> None:
         "Enter what was seen of a tensor, and its dtype."
@@ -425,14 +435,19 @@ class _Forward:
         self.r.dtypes.setdefault(f"{layer}|{tensor}", told.removeprefix("torch."))
 
 # %% ../../nbs/watching/13_record.ipynb #17526663
-def _is_stale(r: "Recorder", optimizer: Optimizer) -> bool:
-    "Whether gradients are there before those of a backward pass arrive."
+def _old_gradients(r: "Recorder", optimizer: Optimizer) -> list[tuple[Any, Tensor, int]]:
+    "Parameters whose gradients are there before those of a backward pass arrive, these, and their versions."
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     order = {name: i for i, name in enumerate(r.facts_of_layers)}
     held = [(p, name) for p, name, main in r._owners.values()
-            if main and name in order and id(p) in own]
-    early = sorted(held, key=lambda pair: order[pair[1]])
-    return bool(early) and all(p.grad is not None and p.grad.any() for p, _ in early[:4])
+            if main and name in order and id(p) in own and p.requires_grad]
+    early = [p for p, _ in sorted(held, key=lambda pair: order[pair[1]])[:4]]
+    there = all(p.grad is not None and p.grad.any() for p in early)
+    return [(p, p.grad, p.grad._version) for p in early] if there else []
+
+def _after_this_pass(do: Callable[[], None]) -> None:
+    "Call something when the backward pass is over in which this is called."
+    torch.autograd.Variable._execution_engine.queue_callback(do)
 
 # %% ../../nbs/watching/13_record.ipynb #60f4146e
 class _Steps:
@@ -442,10 +457,12 @@ class _Steps:
         self.kept: list[tuple[str, _Before, dict]] = []
         self.samples: list[tuple[str, Any, Tensor]] = []  # the same of a step that is not measured
         self.open, self.looks = OpenStep(), 0
+        self.scale = 1.0  # by which gradients are still to be divided
 
     def enter(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Before a step. Gradients that a closure makes are looked at where it ends: then the
         step's arguments are returned with another closure."""
+        if is_skipped(optimizer): return None
         if self.open.enter() or self.r.stopped: return None  # a step within a step is part of it
         self.kept, self.samples, self.looks = [], [], 0
         if callable(kwargs.get("closure")):
@@ -473,7 +490,7 @@ class _Steps:
         weights."""
         row = self.r._row
         if row is None: return
-        self.looks += 1
+        self.looks, self.scale = self.looks + 1, loss_scale(self.optimizer)
         if self.looks == 1: self.count(row)
         for group, p, name, main in self.held(row): self.gradient(row, group, p, name, main)
 
@@ -489,19 +506,21 @@ class _Steps:
 
     def gradient(self, row: _Row, group: dict[str, Any], p: Any, name: str, main: bool) -> None:
         "A parameter's gradient; the first time in a step also a sample of what it holds."
-        o, first = self.optimizer, self.looks == 1
-        if p.grad is None:
+        o, first, g = self.optimizer, self.looks == 1, p.grad
+        if main and name in self.r.forgotten: self.r.forgotten.remove(name)  # a later group has it
+        if g is not None and self.scale != 1: g = g / self.scale
+        if g is None:
             if releases(o): self.r.released = True
             elif first and main and p.requires_grad: row.facts.setdefault("cut", []).append(name)
-        elif not main: row.note(name, "weight gradient", "finite", extreme(p.grad))
-        elif not row.full: self.glance(row, name, p, first)
+        elif not main: row.note(name, "weight gradient", "finite", extreme(g))
+        elif not row.full: self.glance(row, name, p, g, first)
         else:
-            self.r._forward.add(name, "weight gradient", p.grad, first_look(p.grad))
+            self.r._forward.add(name, "weight gradient", g, first_look(g))
             if first: self.kept.append((name, _Before(p, group, o.state.get(p, {}), o), group))
 
-    def glance(self, row: _Row, name: str, p: Any, first: bool) -> None:
+    def glance(self, row: _Row, name: str, p: Any, g: Tensor, first: bool) -> None:
         "A gradient's largest magnitude, and a sample of the weights of a product."
-        row.note(name, "weight gradient", "amax", extreme(p.grad))
+        row.note(name, "weight gradient", "amax", extreme(g))
         if not first or self.r.facts_of_layers[name]["fan_in"] is None: return
         self.samples.append((name, p, sampled(codes_of(p), min(SAMPLE, p.numel())).float().clone()))
 
@@ -734,7 +753,8 @@ class _Hook:
     def __reduce__(self) -> tuple: return getattr, (nullcontext(), "__exit__")
 
 def _is_drawn() -> bool:
-    "Whether a model is called so that its graph is written down."
+    "Whether a model is called so that its graph is written down, or by a transform of torch.func."
+    if torch._C._are_functorch_transforms_active(): return True  # tensors have no values there
     return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 # %% ../../nbs/watching/13_record.ipynb #a09701da

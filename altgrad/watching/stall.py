@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from ..basics import InputError, html_card, one_line, tell
 from ..geometry.storage import GridTensor
 from .attempt import (AT_A_TIME, Attempt, Precision, attempt, attempt_alone, by_element,
-                                      decay_moves, half_gap, moves, precision_of)
+                                      decay_moves, decouples, half_gap, moves, precision_of)
 from .loops import (RELEASED, LoopMeter, OpenStep, check_pair, codes_of, in_lightning,
-                                    in_transformers, local, names_of, parts_of_loop,
-                                    releases, rich_table, sampled, values_of)
+                                    in_transformers, is_skipped, local, loss_scale, names_of,
+                                    parts_of_loop, releases, rich_table, sampled, values_of)
 from .monitors import check_every
 
 # %% ../../nbs/watching/10_stall.ipynb #12572b88
@@ -232,8 +232,7 @@ def _sum_attempt(b: _Batch, tried: Attempt) -> None:
 def _multiplies(b: _Batch) -> bool:
     "Whether a step multiplies its weights first, as torch's decoupled decay does."
     if isinstance(b.params[0].data, GridTensor) or not by_element(b.optimizer): return False
-    decoupled = b.group.get("decoupled_weight_decay", isinstance(b.optimizer, torch.optim.AdamW))
-    return bool(decoupled) and not b.group.get("fused")
+    return decouples(b.optimizer, b.group) and not b.group.get("fused")
 
 def _decay_moves(b: _Batch, decay: Tensor) -> Tensor:
     "Which elements decay moves if it is rounded by itself."
@@ -391,8 +390,7 @@ class _Watch:
         if self.open.enter(): return False
         self.pending, self.steps = None, self.steps + 1
         due = self.steps == 1 or self.steps % self.every == 0
-        skipped = getattr(self.optimizer, "found_inf", None)  # GradScaler's word to a fused step
-        if not due or (skipped is not None and float(skipped)): return False
+        if not due or is_skipped(self.optimizer): return False
         self.pending = self.before(any(a is not None for a in arguments))
         return True
 
@@ -428,8 +426,7 @@ class _Watch:
                 if row.note: continue
                 key = number, _signature(p, row.watched, o.state.get(p, {})) if known else id(p)
                 alike.setdefault(key, []).append(p)
-        scaled = getattr(o, "grad_scale", None)  # by GradScaler, for a fused step
-        factor = 1.0 if scaled is None else 1 / float(scaled)
+        factor = 1 / loss_scale(o)
         for (number, _), params in alike.items():
             group = o.param_groups[number]
             if not known: batches += self.alone(group, params[0])
@@ -595,18 +592,15 @@ class Meter(LoopMeter):
         "The row of a parameter, made when it is first seen."
         if id(p) in self._rows: return self._rows[id(p)][1]
         name = (names or names_of(self.models)).get(id(p), f"not of the model, {len(self._rows)}")
-        if self._handles: name = self._newcomer(p, name)
+        if self._handles: name = self._newcomer(name)
         states = [w.optimizer.state.get(p, {}) for w in self._watches]
         row = _row(p, name, next(filter(None, states), {}))
         self.tensors[name], self._rows[id(p)] = row, (p, row)  # so that the identity stays its own
         return row
 
-    def _newcomer(self, p: Any, name: str) -> str:
+    def _newcomer(self, name: str) -> str:
         "The name of a parameter that was not there at first; of the first one it is said."
         if name in self.tensors: name = f"{name}, from step {self.steps} on"
-        for watch in self._watches:
-            groups = watch.optimizer.param_groups
-            if any(q is p for group in groups for q in group["params"]): self._watch_of[name] = watch
         if not self._told_new: tell(f"{self.called}: parameters change during the run: {name}")
         self._told_new = True
         return name
@@ -617,6 +611,8 @@ class Meter(LoopMeter):
 
     def _leave(self, watch: _Watch) -> None:
         if not watch.leave(): return
+        for group in watch.optimizer.param_groups:  # which may be others than at first
+            for p in group["params"]: self._watch_of.setdefault(self._row_of(p).name, watch)
         for p in chain.from_iterable(m.parameters() for m in self.models):
             if p.requires_grad and id(p) not in self._rows: self._row_of(p).note = FORGOTTEN
         if not self._told_new and (changed := _changed(self)):

@@ -9,7 +9,6 @@ __all__ = ['QUANTILES', 'SIZES', 'plain_weight', 'plot_stiffness_field', 'Weight
 # %% ../../nbs/watching/03_updates.ipynb #bbec0265
 import math
 from functools import cache
-from itertools import chain
 from typing import Any, Callable, Iterable, Mapping, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from ..geometry.spacing import code_coordinate
 from ..geometry.storage import GridTensor
 from ..model.products import Quantized
 from ..model.surgery import quantized_layers
+from .attempt import BY_ELEMENT, decouples
 from .points import Writes, by_format, writes_since
 from .sums import Parcel, rows_of, sample, sample_scale, sums_in_pieces
 
@@ -187,8 +187,10 @@ def _quantiles(device: torch.device) -> Tensor: return torch.tensor(QUANTILES, d
 def decay_rates(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, float]:
     "The factor by which decoupled weight decay shrinks each parameter in a step, by its identity."
     found: dict[int, float] = {}
-    for group in chain.from_iterable(o.param_groups for o in optimizers):
-        rate = group["lr"] * group.get("weight_decay", 0.0)
+    for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
+        inner: Any = getattr(optimizer, "optimizer", optimizer)  # in accelerate's
+        coupled = isinstance(inner, BY_ELEMENT) and not decouples(inner, group)
+        rate = 0.0 if coupled else (group.get("lr") or 0.0) * (group.get("weight_decay") or 0.0)
         found |= dict.fromkeys(map(id, group["params"]), rate)
     return found
 

@@ -87,6 +87,17 @@ NO_CASE = "no occasion"  # for a verdict
 Losses = Mapping[str, Sequence[float]]  # of a panel: by method, one a checkpoint
 
 
+class Asked(dict):
+    "Losses that note which of them are asked for: what a verdict rests on."
+    def __init__(self, losses: Mapping[Any, Any]):
+        super().__init__(losses)
+        self.keys_asked: set[Any] = set()
+
+    def __getitem__(self, key: Any) -> Any:
+        self.keys_asked.add(key)
+        return super().__getitem__(key)
+
+
 def with_noise(granularity: str) -> str:
     "The rule that adds noise; its file as seen from where the program runs, since pages move."
     return f"{os.path.relpath(Path(__file__).parent)}/{NOISY[granularity]}"
@@ -121,6 +132,12 @@ def confirmed(rows: Iterable[Mapping[str, Any]], fmt: str) -> dict[str, dict[str
         name = names.get(cell_of(row, like))
         if name: add_end(found, name, row)
     return found
+
+
+def edges_of(rows: Iterable[Mapping[str, Any]], fmt: str) -> set[str]:
+    "The methods whose tuned rate lies at an end of its grid."
+    ends = confirmed(rows, fmt)
+    return {name for name, found in ends.items() if any(row["lr_edge"] for row in found.values())}
 
 
 def losses_of(rows: Iterable[Mapping[str, Any]], fmt: str) -> dict[str, list[float]]:
@@ -207,10 +224,7 @@ def geometry(losses: Losses, fmt: str) -> str:
 
 def noise_alone(losses: Losses, fmt: str) -> str:
     "Prediction 7."
-    adamw = [
-        m for m, how in METHODS.items() if set(how) == {"storage"} and m not in ("fp32", "master")
-    ]
-    better = [m for m in adamw if above(losses, m, "master").high < 0]
+    better = [m for m in BY_ADAMW if m not in ("fp32", "master") and above(losses, m, "master").high < 0]
     if not better: return NO_CASE
     return HOLDS if above(losses, "master, noise", "master").high < 0 else REFUTED
 

@@ -20,7 +20,7 @@ from altgrad.evidence.study import cell_of
 from altgrad.training.experiment import HOLDS, REFUTED, Interval, interval
 
 sys.path.append(str(Path(__file__).parent))
-from loss_against_bits import METHODS, PANELS, add_end, with_noise
+from loss_against_bits import METHODS, PANELS, Asked, add_end, with_noise
 
 BENCH = PROTOCOLS["bench-1"]
 LAW = replace(BENCH, name="other reasons", tune=BENCH.tune[:2])
@@ -91,6 +91,13 @@ def share_of(pair: tuple[str, str], whole: tuple[str, str], share: float
         rows = zip(*(losses[name] for name in (*pair, *whole)), strict=True)
         return interval((a - b) - share * (c - d) for a, b, c, d in rows)
     return found
+
+
+def rests_on(claim: Claim, losses: Losses, edges: set[str]) -> set[str]:
+    "The arms at an edge that a claim is judged by."
+    asked = Asked(losses)
+    claim.found(asked)
+    return asked.keys_asked & edges
 
 
 def formulas() -> Part:
@@ -300,8 +307,8 @@ PARTS: dict[str, Callable[[], Part]] = {  # in the order of the runs
 }
 
 
-def losses_of(rows: Iterable[Mapping[str, Any]], part: Part) -> dict[str, list[float]]:
-    "The confirmed losses of a part's finished arms, in the order of the checkpoints."
+def confirmed(rows: Iterable[Mapping[str, Any]], part: Part) -> dict[str, dict[str, Any]]:
+    "The confirming rows of a part's arms: by name, then by checkpoint."
     like = replace(next(iter(part.made().values())), lr=0.0, corpus=LAW.corpus)
     names: dict[Arm, list[str]] = {}
     for name, arm in part.made().items():
@@ -310,6 +317,18 @@ def losses_of(rows: Iterable[Mapping[str, Any]], part: Part) -> dict[str, list[f
     for row in rows:
         if row["stage"] != "confirm": continue
         for name in names.get(cell_of(row, like), ()): add_end(ends, name, row)
+    return ends
+
+
+def edges_of(rows: Iterable[Mapping[str, Any]], part: Part) -> set[str]:
+    "The arms whose tuned rate lies at an end of its grid."
+    ends = confirmed(rows, part)
+    return {name for name, found in ends.items() if any(row["lr_edge"] for row in found.values())}
+
+
+def losses_of(rows: Iterable[Mapping[str, Any]], part: Part) -> dict[str, list[float]]:
+    "The confirmed losses of a part's finished arms, in the order of the checkpoints."
+    ends = confirmed(rows, part)
     return {name: [found[c]["val_loss"] for c in part.confirm] for name, found in ends.items()
             if set(found) >= set(part.confirm)}
 

@@ -12,6 +12,7 @@ import argparse
 import math
 import os
 import statistics
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,6 +33,9 @@ from altgrad.geometry.catalogue import RULES
 from altgrad.model.gpt import loss_of
 from altgrad.training.experiment import HOLDS, OPEN, REFUTED, Interval, interval
 from altgrad.training.trainer import resolve_device
+
+sys.path.append(str(Path(__file__).parent))
+from loss_against_bits import Asked
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 MARGIN = 0.01  # nats: arms that are closer are equal
@@ -373,6 +377,19 @@ def rate_claims() -> Iterator[Claim]:
         for arm in CHECKED:
             yield Claim(f"{arm}, {check.removeprefix('check-')}: neither half nor twice the "
                         "transferred rate ends 0.01 nats lower", beside_it(check, arm), within_margin)
+
+
+def edges_of(rows: Sequence[Row]) -> dict[str, set[str]]:
+    "The arms whose tuned rate lies at an edge, by part."
+    edges = {name: {arm for arm, rate in tuned_in(rows, name).items() if rate.edge} for name in TUNINGS}
+    return {name: edges[part.tuned] for name, part in PARTS.items()}
+
+
+def rests_on(claim: Claim, losses: Losses, edges: Mapping[str, set[str]]) -> list[str]:
+    "The arms at an edge that a claim was judged by."
+    asked = Asked(losses)
+    claim.found(asked)
+    return sorted({arm for part, name in asked.keys_asked if (arm := name.partition(",")[0]) in edges[part]})
 
 
 CLAIMS = {"sizes": [*size_claims()], "places": [*place_claims()], "rates": [*rate_claims()]}
