@@ -826,9 +826,8 @@ def _doctor(args: argparse.Namespace) -> int:
     from altgrad.views.doctor import examine
 
     found = examine(test=not args.no_test)
-    told = found.to_dict() | ({"healthy": None} if args.no_test else {})  # nothing was asked
-    print(json.dumps(told, indent=1) if args.json else found)
-    return 0 if found.healthy else 1
+    print(json.dumps(found.to_dict(), indent=1) if args.json else found)
+    return 1 if found.healthy is False else 0
 
 # %% ../nbs/cli.ipynb #1f23532c
 def _convert(args: argparse.Namespace) -> int:

@@ -371,12 +371,21 @@ def test_a_single_optimizer_is_one_of_several():
     assert found[0] and repr(found[0]) == repr(found[1])
 
 
+def fit(module, watch, batches, **settings):
+    "Trains a module of lightning on random batches, watched."
+    import lightning.pytorch as pl
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[watch], **quiet, **settings)
+    with warnings.catch_warnings(action="ignore"): trainer.fit(module, torch.randn(batches, 4, 8))
+
+
 @pytest.mark.parametrize("each", (1, 4))
 @pytest.mark.parametrize("every", (1, 5, 10))
 def test_with_two_optimizers_in_lightning_a_step_is_a_batch(every, each):
     "The second optimizer steps once in `each` batches; both rest in the third."
     pl = pytest.importorskip("lightning.pytorch")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
     class Module(pl.LightningModule):
         automatic_optimization = False
@@ -402,11 +411,7 @@ def test_with_two_optimizers_in_lightning_a_step_is_a_batch(every, each):
         def log_metrics(self, metrics, step=None): rows.setdefault(step, set()).update(metrics)
 
     rows: dict[int, set] = {}
-    trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", logger=Memory(), log_every_n_steps=1, callbacks=[lightning_monitors(every)],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    with warnings.catch_warnings(action="ignore"): trainer.fit(Module(), torch.randn(12, 4, 8))
+    fit(Module(), lightning_monitors(every), 12, max_epochs=2, logger=Memory(), log_every_n_steps=1)
     # two times twelve batches, and one of each twelve ends with no step; what is logged is numbered from 0
     measured = [step + 1 for step, row in rows.items() if "gradients/all/l2" in row]
     assert sorted(measured) == [step for step in range(1, 23) if step == 1 or step % every == 0]
@@ -416,7 +421,6 @@ def test_with_two_optimizers_in_lightning_a_step_is_a_batch(every, each):
 def test_with_two_optimizers_in_lightning_each_gradient_is_measured_once(both):
     "A neuron without a gradient is silent once a step; a layer's gradient is the one that its optimizer uses."
     pl = pytest.importorskip("lightning.pytorch")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
     class Module(pl.LightningModule):
         automatic_optimization = False
@@ -441,11 +445,7 @@ def test_with_two_optimizers_in_lightning_each_gradient_is_measured_once(both):
     module, watch = Module(), lightning_monitors(1)
     found = []
     watch.end = lambda end=watch.end: found.append(end()) or found[-1]
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, callbacks=[watch], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )
-    with warnings.catch_warnings(action="ignore"): trainer.fit(module, torch.randn(4, 4, 8))
+    fit(module, watch, 4, max_epochs=1, logger=False)
     silent = watch.monitors.of_gradients.silent["up"]
     assert len(found) == silent[0] == 4 and silent.count_nonzero() == 1
     # a norm of sixteen float32 numbers

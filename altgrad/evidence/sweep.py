@@ -818,12 +818,9 @@ def protocol_commit() -> str | None:
 # %% ../../nbs/evidence/01_sweep.ipynb #3698b7ef
 def _label(arm: Arm) -> str:
     "An arm in a few words."
-    words, facts = [arm.format, arm.storage, arm.rule], asdict(arm)
-    if (power := power_of(facts)) is not None: words.append(f"p={power:g}")
-    if arm.placement == "gradient": words.append("on the gradient")
-    if arm.floor_octaves != _USUAL["floor_octaves"]: words.append(f"R={arm.floor_octaves:g}")
-    words += [f"{key} {value}" for key, value in unusual(facts).items()]
-    return " ".join([*words, f"lr={arm.lr:g} {arm.checkpoint} seed {arm.seed} {arm.split}"])
+    facts = asdict(arm)
+    if arm.floor_octaves == _USUAL["floor_octaves"]: facts["floor_octaves"] = None
+    return f"{_arm_text(facts)} lr={arm.lr:g} {arm.checkpoint} seed {arm.seed} {arm.split}"
 
 # %% ../../nbs/evidence/01_sweep.ipynb #bc15663c
 def _by_run(rows: Iterable[dict[str, Any]], here: str,

@@ -398,10 +398,11 @@ def _own(named: Mapping[str, Any]) -> dict[str, Any]:
     "The same, with copies of its tensors."
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in named.items()}
 
-def _is_clone(func: Any, x: Any, kwargs: Mapping[str, Any]) -> bool:
+def _is_clone(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     "Return whether an operation gives the same numbers in memory of their own."
     if func is torch.ops.aten.clone.default: return True
     if func is not torch.ops.aten._to_copy.default: return False
+    x = args[0]
     wanted = [kwargs.get("dtype") or x.dtype, kwargs.get("device") or x.device]
     return wanted == [x.dtype, x.device]
 
@@ -409,7 +410,7 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Reads unpack; an operation that writes a `GridTensor` computes on the
     unpacked values and writes them back, rounded once."""
     if func in _KEEP: return GridTensor(**args[0].parts(), how=args[0].how)
-    if _is_clone(func, args[0], kwargs):  # whatever memory format is asked for
+    if _is_clone(func, args, kwargs):  # whatever memory format is asked for
         how = args[0].how  # a compiler takes none of its tensors
         return GridTensor(**_own(args[0].parts()), how=_own(how) if _has_values(args[0].held_codes) else how)
     if func is torch.ops.aten.copy_.default and _alike(*args[:2]): return _copy(*args[:2])

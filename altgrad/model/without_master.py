@@ -44,7 +44,9 @@ class _Product(torch.autograd.Function):
         x = x.to(dtype)
         ctx.save_for_backward(x, w)
         w = w.to(dtype)
-        return F.linear(x, w.T if turned else w, None if bias is None else bias.to(dtype))
+        y = F.linear(x.reshape(-1, x.shape[-1]), w.T if turned else w, None if bias is None else bias.to(dtype))
+        # no view to autograd, which lets nobody write into one that a Function returns
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     def backward(ctx, g):
@@ -66,12 +68,6 @@ def _dtype_of_product(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return x.dtype
-
-def _product(x: Tensor, w: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
-    "`_Product` of rows, [..., in] to [..., out]: of more dimensions it would return a view, which stays unwritten."
-    flat, rows = x.dim() == 2, x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    y = _Product.apply(rows, w, bias, _dtype_of_product(x), turned)
-    return y if flat else y.view(*x.shape[:-1], y.shape[-1])
 
 # %% ../../nbs/model/05_without_master.ipynb #acef108f
 _STAYS = ("the weight of a layer on the grid stays there, under its name: it takes no pruning, no parametrization "
@@ -182,7 +178,7 @@ class GridLinear(_OnGrid, nn.Linear):
     "A linear layer whose weight is codes; each product decodes it."
     def forward(self, x: Tensor) -> Tensor:
         "The linear map, [..., in] to [..., out]."
-        return _product(x, self.weight, self.bias, turned=False)
+        return _Product.apply(x, self.weight, self.bias, _dtype_of_product(x), False)
 
 class GridConv1D(_OnGrid):
     "GPT-2's linear layer in transformers, weight [in, out], whose weight is codes."
@@ -190,7 +186,7 @@ class GridConv1D(_OnGrid):
 
     def forward(self, x: Tensor) -> Tensor:
         "The linear map, [..., in] to [..., out]."
-        return _product(x, self.weight, self.bias, turned=True)
+        return _Product.apply(x, self.weight, self.bias, _dtype_of_product(x), True)
 
 # %% ../../nbs/model/05_without_master.ipynb #5ac8b32d
 def _kinds() -> dict[type, type]:

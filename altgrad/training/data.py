@@ -233,13 +233,14 @@ NOT_SHARED = re.compile(r"_sysconfigdata.*|(site|user)customize\.py")
 
 # %% ../../nbs/training/00_data.ipynb #e92428b7
 def _walk(root: Path, skip: re.Pattern = re.compile("$^")) -> list[tuple[str, Path]]:
-    """All files below `root` but in folders that match `skip`:
+    """All files, and links to folders, below `root` but in folders that match `skip`:
     (relative path with slashes, path), sorted."""
     def stop(error: OSError): raise error
     found = []
     for folder, inside, names in os.walk(root, onerror=stop):
         inside[:] = [name for name in inside if not skip.fullmatch(name)]
-        found += [Path(folder, name) for name in names]
+        links = [name for name in inside if Path(folder, name).is_symlink()]  # to folders, which are not followed
+        found += [Path(folder, name) for name in names + links]
     return sorted((path.relative_to(root).as_posix(), path) for path in found)
 
 # %% ../../nbs/training/00_data.ipynb #bd613feb
@@ -330,16 +331,16 @@ def _packed(path: Path) -> list[tuple[str, bytes]]:
                     raise InputError(
                         f"{str(path)!r} holds more than {LARGEST} bytes; allowed: smaller archives"
                     )
+                if Path(member.name).suffix.lower() not in READERS: continue
                 content = tar.extractfile(member).read()  # type: ignore[union-attr]  # it is a file
                 found[member.name.removeprefix("./")] = content
     except (tarfile.TarError, lzma.LZMAError, EOFError) as e:
         raise InputError(
             f"{str(path)!r} is not a whole {ARCHIVE} archive ({one_line(e, 200)})"
         ) from None
-    texts = {name: content for name, content in found.items() if Path(name).suffix.lower() in READERS}
-    if not texts:
+    if not found:
         raise InputError(f"the archive {str(path)!r} holds no text; allowed: {', '.join(READERS)} files")
-    return sorted(texts.items())
+    return sorted(found.items())
 
 # %% ../../nbs/training/00_data.ipynb #f99e0149
 READERS = {".txt": None, ".md": None, ".py": None, ".jsonl": _jsonl,
@@ -355,10 +356,11 @@ def _files(root: Path) -> list[tuple[str, Path]]:
         raise InputError(
             f"{str(root)!r} is neither a file nor a folder; allowed: path:<file or folder>"
         )
-    for path in root.rglob("*"):
-        if path.is_symlink() and path.is_dir():
+    there = _walk(root)
+    for _, path in there:
+        if path.is_dir():
             raise InputError(f"{str(path)!r} is a link to a folder, which is not followed; allowed: files and folders")
-    found = [(key, path) for key, path in _walk(root) if path.suffix.lower() in READERS]
+    found = [(key, path) for key, path in there if path.suffix.lower() in READERS]
     if not found:
         raise InputError(
             f"the folder {str(root)!r} holds no text; allowed: {', '.join(READERS)} files"

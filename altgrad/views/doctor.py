@@ -160,9 +160,9 @@ class Examination:
     checks: list[Check]
 
     @property
-    def healthy(self) -> bool:
-        "Return whether no number was wrong."
-        return all(check.outcome != "wrong" for check in self.checks)
+    def healthy(self) -> bool | None:
+        "Return whether no number was wrong; None where none was asked for."
+        return None if not self.checks else all(check.outcome != "wrong" for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         "Everything, as JSON has it."
@@ -183,7 +183,8 @@ class Examination:
         return "\n".join(f"{key:{width}}  {value}" for key, value in self.facts().items())
 
     def _repr_html_(self) -> str:
-        return html_card("the CPU's numbers are right" if self.healthy else "numbers are WRONG here", self.facts())
+        told = {True: "the CPU's numbers are right", False: "numbers are WRONG here", None: "no number was tested"}
+        return html_card(told[self.healthy], self.facts())
 
 # %% ../../nbs/views/06_doctor.ipynb #db27bacb
 def examine(

@@ -98,9 +98,14 @@ class Asked(dict):
         return super().__getitem__(key)
 
 
+def beside_this(rule: str) -> str:
+    "A rule from a file of this folder, as seen from where the program runs, since pages move."
+    return f"{os.path.relpath(Path(__file__).parent)}/{rule}"
+
+
 def with_noise(granularity: str) -> str:
-    "The rule that adds noise; its file as seen from where the program runs, since pages move."
-    return f"{os.path.relpath(Path(__file__).parent)}/{NOISY[granularity]}"
+    "The rule that adds noise."
+    return beside_this(NOISY[granularity])
 
 
 def arms(panel: str) -> dict[str, Arm]:
@@ -134,17 +139,19 @@ def confirmed(rows: Iterable[Mapping[str, Any]], fmt: str) -> dict[str, dict[str
     return found
 
 
-def edges_of(rows: Iterable[Mapping[str, Any]], fmt: str) -> set[str]:
-    "The methods whose tuned rate lies at an end of its grid."
-    ends = confirmed(rows, fmt)
+def at_an_edge(ends: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    "The names, of what `confirmed` found, whose tuned rate lies at an end of its grid."
     return {name for name, found in ends.items() if any(row["lr_edge"] for row in found.values())}
+
+
+def finished(ends: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> dict[str, list[float]]:
+    "The losses of what was confirmed on all of these checkpoints, in their order."
+    return {name: [found[c]["val_loss"] for c in order] for name, found in ends.items() if set(found) >= set(order)}
 
 
 def losses_of(rows: Iterable[Mapping[str, Any]], fmt: str) -> dict[str, list[float]]:
     "The confirmed losses of a panel's finished methods, in the order of the checkpoints."
-    order = PROTOCOLS["bench-1"].confirm
-    return {name: [ends[c]["val_loss"] for c in order]
-            for name, ends in confirmed(rows, fmt).items() if set(ends) >= set(order)}
+    return finished(confirmed(rows, fmt), PROTOCOLS["bench-1"].confirm)
 
 
 def above(losses: Losses, method: str, other: str) -> Interval:

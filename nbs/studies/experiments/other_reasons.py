@@ -20,7 +20,7 @@ from altgrad.evidence.study import cell_of
 from altgrad.training.experiment import HOLDS, REFUTED, Interval, interval
 
 sys.path.append(str(Path(__file__).parent))
-from loss_against_bits import METHODS, PANELS, Asked, add_end, with_noise
+from loss_against_bits import METHODS, PANELS, Asked, add_end, at_an_edge, beside_this, finished, with_noise
 
 BENCH = PROTOCOLS["bench-1"]
 LAW = replace(BENCH, name="other reasons", tune=BENCH.tune[:2])
@@ -269,25 +269,22 @@ def noise() -> Part:
     "The noise of a residual's own grid, on master weights: a reason why a residual ends below them?"
     arms: dict[str, dict[str, Any]] = {}
     claims = []
-    folder = os.path.relpath(Path(__file__).parent)  # as `with_noise` has it
     for fmt in ("E4M3", "E3M4", "E5M2", "E7M0"):
         master = f"{fmt} master"
         arms[master] = PANELS[fmt] | METHODS["master"]
         for bits, kind in ((2, "TwoBits"), (4, "FourBits")):
             noisy, kept = f"{master}, noise of {bits} bits", f"{fmt} residual {bits}"
-            arms[noisy] = PANELS[fmt] | {"storage": "master", "rule": f"{folder}/noisy_residual.py:{kind}"}
+            arms[noisy] = PANELS[fmt] | {"storage": "master", "rule": beside_this(f"noisy_residual.py:{kind}")}
             arms[kept] = PANELS[fmt] | METHODS[f"residual {bits}"]
             much = bits == 2 and fmt in ("E5M2", "E7M0")
             words, judge = (("at least", lambda d: d.within(MARGIN)) if much else
                             ("at most", lambda d: d.within(most=MARGIN)))
             claims.append(Claim(f"{fmt}: the noise of {bits} bits costs master weights {words} 0.01 nats",
                                 differs(noisy, master), judge))
-            if fmt == "E7M0":
-                claims.append(Claim(f"{kept} ends above master weights with the noise of its grid",
-                                    differs(kept, noisy), lambda d: d.within(0.0)))
-            else:
-                claims.append(Claim(f"{kept} ends below master weights with the noise of its grid",
-                                    differs(kept, noisy), lambda d: d.within(most=0.0)))
+            side, judge = (("above", lambda d: d.within(0.0)) if fmt == "E7M0" else
+                           ("below", lambda d: d.within(most=0.0)))
+            claims.append(Claim(f"{kept} ends {side} master weights with the noise of its grid",
+                                differs(kept, noisy), judge))
     return Part(arms, claims, confirm=BENCH.tune[2:] + BENCH.confirm, beside="twelve")
 
 
@@ -322,15 +319,12 @@ def confirmed(rows: Iterable[Mapping[str, Any]], part: Part) -> dict[str, dict[s
 
 def edges_of(rows: Iterable[Mapping[str, Any]], part: Part) -> set[str]:
     "The arms whose tuned rate lies at an end of its grid."
-    ends = confirmed(rows, part)
-    return {name for name, found in ends.items() if any(row["lr_edge"] for row in found.values())}
+    return at_an_edge(confirmed(rows, part))
 
 
 def losses_of(rows: Iterable[Mapping[str, Any]], part: Part) -> dict[str, list[float]]:
     "The confirmed losses of a part's finished arms, in the order of the checkpoints."
-    ends = confirmed(rows, part)
-    return {name: [found[c]["val_loss"] for c in part.confirm] for name, found in ends.items()
-            if set(found) >= set(part.confirm)}
+    return finished(confirmed(rows, part), part.confirm)
 
 
 def main() -> int:
