@@ -52,6 +52,43 @@ def test_plain_weights_that_are_loaded_make_the_grid_anew(fmt, how):
         other.load_state_dict(state | {"0.weight": torch.full((32, 32), torch.nan)})
 
 
+def test_weights_on_another_grid_bring_their_own_scale():
+    "Written over weights that are 64 times larger, most of them would be zero, and no residual be read."
+    torch.manual_seed(0)
+    given, large = (on_grid(nn.Sequential(nn.Linear(32, 32)), fmt, kind)
+                    for fmt, kind in (("E4M3", "grid_residual4"), ("E0M7", "grid_nearest")))
+    with torch.no_grad(): large[0].weight.mul_(64.0)
+    large.load_state_dict(given.state_dict())
+    again = make_grid_tensor(given[0].weight.latent(), "E0M7", "grid_nearest")
+    assert torch.equal(large[0].weight.dequantize(), again.dequantize())
+
+
+def test_what_is_drawn_after_plain_weights_were_loaded_again_is_new():
+    model = on_grid(nn.Sequential(nn.Linear(32, 32)), "E4M3", "grid_stochastic")
+    plain, codes = {"0.weight": model[0].weight.dequantize(), "0.bias": model[0].bias.detach()}, []
+    for _ in range(2):
+        model.load_state_dict(plain)
+        with torch.no_grad(): codes.append((model[0].weight + 0, model[0].weight.add_(1e-3).data.codes.clone()))
+    (first, one), (second, other) = codes
+    assert torch.equal(first, second) and not torch.equal(one, other)
+
+
+def test_assigned_weights_keep_the_dtype_that_the_model_had():
+    model = on_grid(nn.Sequential(nn.Linear(8, 8)).bfloat16(), "E4M3")
+    plain = {"0.weight": model[0].weight.dequantize(), "0.bias": model[0].bias.detach()}
+    model.load_state_dict(plain, assign=True)
+    assert model[0].weight.data.made_from == torch.bfloat16
+
+
+@pytest.mark.parametrize("fmt", ["float16", "E0M15", "E4M11"])
+def test_sixteen_bits_in_blocks_are_written(fmt):
+    w = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    grid = make_grid_tensor(w, fmt, "grid_nearest", granularity=32)
+    grid.mul_(100.0)
+    # E0M15, the one fixed point: half a step of 2^-15 of a block's largest, below 2 x 100 x 4 x 2
+    assert (grid.dequantize() - 100 * w).abs().max() < 1600 * 2.0**-10
+
+
 @pytest.mark.parametrize("storage", ["grid_residual4", "grid_kahan", "bf16_kahan"])
 def test_another_memory_format_changes_no_part_of_a_weight(storage):
     model = on_grid(nn.Sequential(nn.Conv2d(8, 8, 3)), "E4M3", storage)
@@ -75,6 +112,18 @@ def test_two_layers_that_share_a_weight_share_its_codes():
     assert model[0].weight is model[2].weight and model[0].weight is not model[1].weight
     model(torch.ones(1, 8)).sum().backward()
     assert len(list(model.parameters())) == 5 and model[2].weight.grad is not None
+
+
+def test_a_shared_weight_is_plain_once_and_comes_back_in_both_layers():
+    def made(seed):
+        torch.manual_seed(seed)
+        layers = [nn.Linear(8, 8, bias=False) for _ in range(2)]
+        layers[1].weight = layers[0].weight
+        return on_grid(nn.Sequential(*layers), "E4M3")
+    state, other = plain_state(made(0)), made(1)
+    assert sorted(state) == [f"0.weight.{part}" for part in ("codes", "rescales", "scale", "writes")]
+    load_plain_state(other, state)
+    assert torch.equal(other[1].weight.dequantize(), made(0)[1].weight.dequantize())
 
 
 def test_in_inference_mode_it_is_read_as_elsewhere():

@@ -1,8 +1,10 @@
 """Update rules from files and packages: known wherever a rule's name may stand, recorded with
 their text, and refused in one line."""
+import importlib
 import json
 import pickle
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -231,6 +233,19 @@ def test_an_installed_package_names_its_rules(here, monkeypatch):
     assert sources_of([name]) == {name: LION}
 
 
+def test_a_module_that_was_edited_after_its_import_is_refused_until_it_is_loaded_anew(here, monkeypatch):
+    "The recorded text would not be that of the class that runs."
+    file = here / "site/edited.py"
+    file.parent.mkdir()
+    file.write_text(LION)
+    monkeypatch.syspath_prepend(str(file.parent))
+    before = use_rule("edited:Lion")
+    file.write_text(LION + "# edited\n")
+    with pytest.raises(InputError, match="edited was edited after its import"): use_rule("edited:Lion")
+    importlib.reload(sys.modules["edited"])
+    assert use_rule("edited:Lion") != before
+
+
 COMMANDS = {
     "train": ["train", "e4m3_fp8:rule=lion.py:Lion", *SHORT],
     "compare": ["compare", "e4m3_fp8", "e4m3_fp8:rule=lion.py:Lion", *SHORT],
@@ -333,6 +348,12 @@ def test_a_storage_that_cannot_be_used_is_named(here, storage, said):
     (here / "own.py").write_text(STORAGE)
     with pytest.raises(InputError, match=said):
         Arm(checkpoint="tiny-0", corpus="tiny", storage=storage, lr=0.01)
+
+
+def test_half_a_spacing_holds_no_more_than_rounding_to_nearest_leaves(here):
+    (here / "own.py").write_text(STORAGE + 'drifts = Storage("stochastic", residual_bits=4)\n')
+    with pytest.raises(InputError, match="goes with rounding to nearest"):
+        Arm(checkpoint="tiny-0", corpus="tiny", storage="own.py:drifts", lr=0.01)
 
 
 def test_what_is_recorded_is_plain(texts, here):

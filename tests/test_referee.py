@@ -31,7 +31,7 @@ from altgrad.cli import main
 from altgrad.geometry.outside import use_function
 from altgrad.numbers.formats import get_format
 from altgrad.numbers.kernels import rounding_key
-from altgrad.numbers.quantize import quantize
+from altgrad.numbers.quantize import fake_quantize, quantize
 from altgrad.numbers.referee import (
     HYPOTHESES, INF, Program, Quantizer, inputs, judge, judge_apart, render_verdict,
 )
@@ -379,6 +379,17 @@ def test_values_times_their_scale_are_told_from_values():
     with pytest.raises(InputError, match="values times the scale; allowed: --signature"):
         judge(back, "E4M3", signature="x, scale")
     assert judge(back, "E4M3", signature="x, scale -> q * scale").conforms
+
+
+def test_a_nan_that_becomes_a_number_is_seen_in_products():
+    def lost(x, scale): return torch.where(x.isnan(), 0.1234567, fake_quantize(x, "E4M3", scale))
+    assert not judge(lost, "E4M3", signature="x, scale -> q * scale").conforms
+
+
+@pytest.mark.parametrize("fmt", ["E8M0", "bfloat16"])
+def test_a_product_beyond_float32_is_held_against_nobody(fmt):
+    def right(x, scale): return fake_quantize(x, fmt, scale)
+    assert judge(right, fmt, signature="x, scale -> q * scale").conforms
 
 
 @pytest.mark.parametrize("f, arrays, hint", (

@@ -257,6 +257,14 @@ def test_resumed_is_uninterrupted_through_a_file(make, kind, shape):
         assert whole.scale.isfinite().all()
 
 
+@pytest.mark.parametrize("amax, margin, scale", [(-100, 200, 92), (120, -200, -88), (5, 2.5, -0.5)])
+def test_a_margin_is_added_to_the_octaves_of_a_scale(amax, margin, scale):
+    "The power of two above 2^amax / 448 is 2^(amax - 8); 2^200 is no number of float32."
+    scaling = Scaling("E4M3", margin=margin)
+    scaling.update(torch.tensor(2.0**amax))
+    assert scaling.scale.item() == pytest.approx(2.0**scale, rel=2.0**-22)  # two roundings of 2^2.5
+
+
 def test_a_state_of_another_recipe_is_refused():
     state = Scaling("E4M3").state_dict()
     for other in (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/geometry/02_keeping.ipynb #29d8eb5a
-from ..basics import operator_name, unknown
+from ..basics import InputError, operator_name, unknown
 from ..numbers.formats import FP8Format, get_format, spec_of
 from ..numbers.kernels import EXPONENT_BITS, uniform
 from ..numbers.quantize import fake_quantize
@@ -113,6 +113,12 @@ class Storage:
     residual_bits: int = 0  # of what is kept beside a code; 0: nothing
     fmt: str | None = None  # the format, where the storage and not the layer says it
     quantized: bool = True  # whether products see rounded weights
+
+    def __post_init__(self):
+        if not self.residual_bits or type(self).remember is not Storage.remember: return
+        if self.rounding != "nearest":
+            raise InputError("a residual holds half a spacing: it goes with rounding to nearest, "
+                             f"not with {self.rounding}, unless a class has its own `remember`")
 
     @property
     def on_grid(self) -> bool:

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..basics import COLORS, INK, InputError
 from ..numbers.formats import EIGHT_BIT, PRECISION, FP8Format, get_format, signed_format
 from ..numbers.scaling import compute_scale, is_positive
-from .spacing import (code_coordinate, from_code_coordinate, stiffness,
-                                      stiffness_floor)
+from .spacing import (check_sign_magnitude, code_coordinate, from_code_coordinate,
+                                      stiffness, stiffness_floor)
 
 # %% ../../nbs/geometry/01_manifold.ipynb #1a6a5b57
 def _as_scale(scale: Tensor | float) -> Tensor:
@@ -78,6 +78,7 @@ class FP8Manifold(geoopt.Manifold):
         super().__init__()
         self.fmt, self.damping, self.floor_octaves = signed_format(fmt), damping, floor_octaves
         self.register_buffer("scale", _as_scale(scale))
+        check_sign_magnitude(self.fmt)
         _note_scale(self)
         self.register_load_state_dict_post_hook(_note_scale)
         stiffness_floor(torch.ones(1), self.fmt, damping, floor_octaves)

@@ -34,6 +34,7 @@ from .storage import STORAGES, make_grid_tensor
 MOST_SOURCE = 100_000  # characters of a file: every row holds them
 _NAME = re.compile(r"(.+):([A-Za-z_]\w*)(?:@([0-9a-f]{12}))?")  # place, class, hash
 _SOURCES: dict[str, str] = {}  # of what was imported in this process, by full name
+_MADE_FROM: dict[int, tuple[Any, str]] = {}  # by id: what modules define, and the hash of its text
 _REFUSED: list[str] = []  # why nothing may be imported
 
 # %% ../../nbs/geometry/07_outside.ipynb #2a7e9ce5
@@ -131,6 +132,13 @@ def _hash_of(name: _Name, text: str) -> str:
     raise InputError(f"{name.place} has another text than {file}:{name.what}@{name.sha}: "
                      f"its hash is {sha}")
 
+def _refuse_edited(name: _Name, value: Any, sha: str) -> None:
+    "InputError where a module's text was edited after what it defines was made from another one."
+    made, before = _MADE_FROM.setdefault(id(value), (value, sha))
+    if before != sha:
+        raise InputError(f"{name.place} was edited after its import, and {name.what} is still the old "
+                         "one: start Python anew, or reload the module")
+
 def _load(name: _Name, text: str) -> tuple[str, Any]:
     "Full name and value of what a text defines."
     sha = _hash_of(name, text)
@@ -145,8 +153,10 @@ def _load(name: _Name, text: str) -> tuple[str, Any]:
             if getattr(value, "__module__", "") == module.__name__
         ]
         raise unknown(f"name of {file}", name.what, own)
+    value = getattr(module, name.what)
+    _refuse_edited(name, value, sha)
     _SOURCES[full] = text
-    return full, getattr(module, name.what)
+    return full, value
 
 # %% ../../nbs/geometry/07_outside.ipynb #cf6e4277
 def _entry_point(name: str, group: str) -> str | None:

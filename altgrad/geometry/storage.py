@@ -182,8 +182,8 @@ torch.serialization.add_safe_globals([_rebuild])  # it makes nothing but a tenso
 def _outgrown(to: GridTensor, inner: Tensor, key: int | Tensor) -> Tensor:
     "Return which values in units of the format, rounded on a grid that goes on, lie beyond it."
     fmt = to.fmt
-    # of a wide format a block's largest weight lies far below; two's complement has no such grid
-    if fmt.max > WIDE or fmt.twos_complement: return inner.abs() > fmt.max
+    # of a wide format a block's largest weight lies far below; two's complement and 16 bits have no such grid
+    if fmt.max > WIDE or fmt.twos_complement or fmt.bits == 16: return inner.abs() > fmt.max
     return to.kind.round(inner, roomier(fmt), key).abs() > fmt.max
 
 def grown_scales(
@@ -523,9 +523,11 @@ def make_grid_tensor(
 def _made_alike(to: GridTensor, w: Tensor) -> GridTensor:
     "Other weights, of a shape that broadcasts to that of `to`, as `to` would have been made."
     how, w = to.how, w.to(to.dtype).expand(to.shape)
-    return make_grid_tensor(
-        w, to.fmt, how["storage"], how["seed"], how["tensor"], to.granularity
-    )
+    made = make_grid_tensor(w, to.fmt, how["storage"], how["seed"], how["tensor"], to.granularity,
+                            counted="counts" in how)
+    made.writes.copy_(to.writes)  # what is drawn next is new
+    if "made_from" in how: made.how["made_from"] = how["made_from"]
+    return made
 
 # %% ../../nbs/geometry/03_storage.ipynb #e2f0e808
 _Writing = tuple[GridTensor, Tensor, Tensor | None]  # the arguments of `write`
@@ -631,10 +633,13 @@ def _grid_of(name: str, layer: Any, storage: str, seed: int, number: int) -> Gri
     except InputError as e: raise InputError(f"{name}.weight: {e}") from None
 
 def _load_afresh(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    "Has a plain weight that is loaded make the grid anew, scale and all."
+    "Has a weight that is loaded make the grid anew, scale and all, unless it is on such a grid."
     given, mine = state.get(name := f"{prefix}weight"), layer.weight.data
-    if not isinstance(given, Tensor) or isinstance(given, GridTensor) or not isinstance(mine, GridTensor): return
+    if not isinstance(given, Tensor) or not isinstance(mine, GridTensor): return
     if given.shape != mine.shape: return  # torch says so
+    if isinstance(given, GridTensor):
+        if _alike(mine, given): return
+        given = given.latent()
     try: state[name] = _made_alike(mine, given.to(mine.device))
     except InputError as e: raise InputError(f"{name}: {e}") from None
 
@@ -680,10 +685,10 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
     """A model's state_dict with plain tensors only: a grid weight as `<name>.codes`,
     `.scale`, `.writes`, `.rescales`, and where it has them `.residual` and `.whole`."""
-    grids, state = grid_weights(model), {}
+    grids, state = grid_weights(model), dict[str, Tensor]()
     for name, value in whole_state(model).items():
-        if name not in grids: state[name] = value
-        else: state |= {f"{name}.{part}": value for part, value in grids[name].parts().items()}
+        if name in grids: state |= {f"{name}.{part}": one for part, one in grids[name].parts().items()}
+        elif not isinstance(value, GridTensor): state[name] = value  # a shared one has a first name
     return state
 
 # %% ../../nbs/geometry/03_storage.ipynb #4ca39832
@@ -726,5 +731,6 @@ def load_plain_state(
         read.append((grid, found))
     for grid, found in read: _copy(grid, found)
     missing, unexpected = model.load_state_dict(state, strict=False)
-    if unexpected or set(missing) - set(grid_weights(model)):
+    named = {name for name, value in whole_state(model).items() if isinstance(value, GridTensor)}
+    if unexpected or set(missing) - named:
         raise RuntimeError(f"state does not fit: {unexpected or missing}")

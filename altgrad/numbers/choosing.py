@@ -87,18 +87,20 @@ def sqnr_db(
     x: Tensor,  # float tensor of any shape, not all zero
     fmt: FP8Format | str,
     scale: Tensor | float,  # positive divisor, broadcastable to `x`
+    each: Tensor | float = 1,  # how many elements each of `x` stands for, broadcastable to it
 ) -> float:  # decibels; inf where nothing is lost
     """Signal-to-quantization-noise ratio of rounding `x` to a format under a scale,
     to nearest, saturating."""
     x = _wide(x)
-    noise = (fake_quantize(x, fmt, scale) - x).double().square().sum()
-    return 10 * (x.double().square().sum() / noise).log10().item()
+    noise = (fake_quantize(x, fmt, scale) - x).double().square() * each
+    return 10 * ((x.double().square() * each).sum() / noise.sum()).log10().item()
 
 # %% ../../nbs/numbers/05_choosing.ipynb #c2eead7b
 def best_scale(
     x: Tensor,  # float32 or float64 of any shape, finite, not all zero
     fmt: FP8Format | str,
     scales: str = "any",  # one of `SCALES`: any number (to a 64th of an octave), or powers of two
+    each: Tensor | float = 1,  # how many elements each of `x` stands for, broadcastable to it
 ) -> tuple[float, float]:  # the scale, and the SQNR there in decibels
     """The scale with the highest SQNR, by search from amax's own scale downwards;
     InputError for other kinds of scales."""
@@ -108,7 +110,7 @@ def best_scale(
     found: dict[float, float] = {}
     def best_of(candidates):
         for s in candidates:
-            if s not in found and 2.0**-126 <= s <= 2.0**127: found[s] = sqnr_db(x, fmt, s)
+            if s not in found and 2.0**-126 <= s <= 2.0**127: found[s] = sqnr_db(x, fmt, s, each)
         return max(found, key=found.get)
     at = best_of(compute_scale(x.abs().amax(), fmt).item() * 2.0**-k for k in range(-1, 16))
     for step in (8, 64) if scales == "any" else ():
@@ -154,17 +156,16 @@ def score(
     x: Tensor,  # float32 or float64 of any shape, finite, not all zero
     fmt: FP8Format | str,
     scales: str = "any",  # one of `SCALES`
+    each: Tensor | float = 1,  # how many elements each of `x` stands for, broadcastable to it
 ) -> FormatScore:
     "Search the best scale of one format and measure there."
     fmt, x = get_format(fmt), _wide(x)
-    scale, sqnr = best_scale(x, fmt, scales)
-    x = x[x != 0]
-    clipped = (x.abs() > fmt.max * scale).float().mean()
-    lost = (fake_quantize(x, fmt, scale) == 0).float().mean()
-    return FormatScore(
-        fmt.name, sqnr, scale, sqnr_db(x, fmt, compute_scale(x.abs().amax(), fmt)), clipped.item(),
-        lost.item(),
-    )
+    scale, sqnr = best_scale(x, fmt, scales, each)
+    at_amax = sqnr_db(x, fmt, compute_scale(x.abs().amax(), fmt), each)
+    counted = (x != 0) * torch.as_tensor(each, dtype=torch.float64, device=x.device)
+    def share(of: Tensor) -> float: return ((of * counted).sum() / counted.sum()).item()
+    clipped = share(x.abs() > fmt.max * scale)
+    return FormatScore(fmt.name, sqnr, scale, at_amax, clipped, share(fake_quantize(x, fmt, scale) == 0))
 
 # %% ../../nbs/numbers/05_choosing.ipynb #29a3eb21
 _HEADS = ("format", "SQNR dB", "at amax", "best scale", "clipped", "lost to 0")
@@ -227,13 +228,25 @@ class Recommendation(list):
         for row in map(_row, self): table.add_row(*row)
         return Group(table, self.why)
 
+# %% ../../nbs/numbers/05_choosing.ipynb #25cf8948
+def _sampled(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    "The larger half of a sample: the largest of `x`; the rest: others, drawn, for all that are left."
+    top = (size + 1) // 2
+    order = x.abs().argsort(descending=True)
+    drawn = torch.randint(top, len(x), (size - top,), generator=torch.Generator().manual_seed(0))
+    at = torch.cat([torch.arange(top), drawn]).to(x.device)
+    each = torch.ones(size, dtype=torch.float64, device=x.device)
+    each[top:] = (len(x) - top) / max(1, size - top)
+    return x[order[at]], each
+
+
 # %% ../../nbs/numbers/05_choosing.ipynb #cf6f2e63
 def recommend_format(
     x: Tensor,  # float tensor of any shape, finite, not all zero
     formats: Iterable[FP8Format | str] = EIGHT_BIT,  # the candidates
     *,
     scales: str = "any",  # one of `SCALES`: what scales are searched
-    sample: int = 2**18,  # nonzero elements measured of a larger tensor, drawn with replacement by a fixed seed
+    sample: int = 2**18,  # nonzero elements measured of a larger tensor: its largest and, by a fixed seed, others
 ) -> Recommendation:
     """Ranks formats by the SQNR that each reaches on `x` under one scale for the tensor,
     the best it has; InputError where there is nothing to measure."""
@@ -243,8 +256,6 @@ def recommend_format(
         raise InputError(f"sample must be a whole number from 1, not {sample!r}")
     whole = _checked(x)
     whole = whole[whole != 0]  # zeros are exact in every format
-    if len(whole) > sample:
-        g = torch.Generator().manual_seed(0)
-        whole = whole[torch.randint(len(whole), (sample,), generator=g).to(whole.device)]
+    whole, each = _sampled(whole, sample) if len(whole) > sample else (whole, 1)
     part = whole if x.dtype == torch.float64 else whole.float()
-    return Recommendation([score(part, fmt, scales) for fmt in formats], profile_of(x))
+    return Recommendation([score(part, fmt, scales, each) for fmt in formats], profile_of(x))

@@ -350,9 +350,9 @@ class Scaling:
         an amax that is infinite or NaN changes nothing."""
         self.memory.update(amax)
         past = self.memory.amax
-        new = (compute_scale(past, self.fmt, self.kind) * 2.0**self.margin).clamp(
-            2.0**-126, 2.0**127
-        )
+        new, half = compute_scale(past, self.fmt, self.kind), self.margin // 2
+        new = new * 2.0**half * 2.0 ** (self.margin - half)  # float32 does not hold 2^200
+        new = new.clamp(2.0**-126, 2.0**127)
         self.scale = torch.where(past > 0, new, self.scale.to(past.device))
 
     def step(
