@@ -23,8 +23,9 @@ from altgrad.evidence.instrument import Task
 NBS = Path(__file__).resolve().parent.parent / "nbs"
 PAGE = 8.27, 11.69  # inches: A4
 LEFT, RIGHT = 0.07, 0.93  # of the page
-LINE = 0.0125  # of the page's height
-WIDTH = 132  # characters of a line
+LINE = 0.0118  # of the page's height
+SIZE = 7.1  # of letters, points
+WIDTH = 126  # characters of a line
 
 
 def outputs(study: str, kind: str) -> list[str]:
@@ -83,12 +84,13 @@ def content() -> list[tuple[str, Any]]:
     missed = found("narrow_formats", r"(What missed is .*?\(a factor of [\d.]+\))")[1]
     return [
         ("head", "Which format gains most"),
-        ("table", table("the_answer", "| the weights are kept as")),
+        ("table", [[c.partition(";")[0] for c in row] for row in table("the_answer", "| the weights are kept as")]),
         ("picture", outputs("the_answer", "image/png")[0]),
         ("text", (
             "A gain is how far the best rule ends below tuned AdamW, the weights being kept in the same way, in "
             "nats for each byte of text. S is the distance from a weight to the next number of its format; "
-            f"S^p multiplies AdamW's step by S to the power p and keeps the step's length. {madam}"
+            f"S^p multiplies AdamW's step by S to the power p and keeps the step's length; S counts as no smaller than "
+            f"2^-8 of its largest value, and with 2^-16 S^-1 in E7M0 ends above AdamW. {madam}"
         )),
         ("head", "Why"),
         ("text", (
@@ -96,17 +98,21 @@ def content() -> list[tuple[str, Any]]:
             f"predicts what a format costs that was left out (R² of the logarithm {law}). Foretold for "
             f"formats of four and six bits: {blocks[0].lower()}{blocks[1:]}. "
             f"{missed}. "
-            "Under nearest rounding a format pays for the weights that no longer move."
+            "Under nearest rounding a format pays for the weights that no longer move; a line that says how much, "
+            "found after looking, was then foretold for other rules and refuted."
         )),
         ("head", "What to do: the way to keep a weight that ends lowest, by AdamW"),
         ("table", steps(table("loss_against_bits", "| format |", after="By AdamW"))),
         ("text", (
-            "Nats above AdamW with FP32 master weights (96 bits in all with its moments). At zero or "
-            "below, a few bits that remember what rounding dropped do the work of a master copy."
+            "Nats above AdamW with FP32 master weights (96 bits in all with its moments), in fine-tuning. Residual b: "
+            "b bits beside a code keep what rounding dropped; ECO puts it into the momentum. At zero or below, a few "
+            "bits that remember do the work of a master copy. From scratch ECO was run with nearest rounding only, and "
+            "ended far above master weights."
         )),
         ("head", "What was expected and did not happen"),
         ("text", (
-            f"Among what was refuted: {verdicts('the_answer', '| hypothesis')}. Of loss against bits: "
+            "D is the slope of the loss in the power p, less that in FP32. Among what was refuted: "
+            f"{verdicts('the_answer', '| hypothesis')}. Of loss against bits, whose page has the predictions in full: "
             f"{verdicts('loss_against_bits', '| prediction')}."
         )),
         ("head", "The strongest objections"),
@@ -117,28 +123,29 @@ def content() -> list[tuple[str, Any]]:
             f"conceded, though comparisons were tuned anew on twelve other checkpoints ({twelve}), and from "
             f"scratch the gain in E7M0 is {scratch}. At ten million weights, from scratch and at one rate, it is "
             f"{large}: nothing. There stochastic rounding ends below master weights in E4M3 and E7M0. "
-            "Whether tuned rates or longer runs say otherwise is not known."
+            "The model is deeper there, its context longer, its updates fewer; which of these decides is not known."
         )),
     ]
 
 
 def draw_table(fig: Figure, y: float, cells: list[list[str]]) -> float:
     "Draws a table below `y`; where it ends."
-    widths = [max(len(row[k]) for row in cells) + 5 for k in range(len(cells[0]))]
+    # the head is bold, and wider
+    widths = [max(1.2 * len(cells[0][k]), *(len(row[k]) for row in cells)) + 4 for k in range(len(cells[0]))]
     for n, row in enumerate(cells):
         x = LEFT
         for text, width in zip(row, widths, strict=True):
-            fig.text(x, y, text, va="top", fontsize=7.5, weight="bold" if not n else "normal")
+            fig.text(x, y, text, va="top", fontsize=SIZE, weight="bold" if not n else "normal")
             x += (RIGHT - LEFT) * width / max(sum(widths), WIDTH)
         y -= LINE
     return y - 0.4 * LINE
 
 
 def draw_picture(fig: Figure, y: float, png: str) -> float:
-    "Draws a PNG below `y`, as wide as the page; where it ends."
-    image = plt.imread(io.BytesIO(base64.b64decode(png)))
-    height = (RIGHT - LEFT) * PAGE[0] / PAGE[1] * image.shape[0] / image.shape[1]
-    ax = fig.add_axes((LEFT, y - height, RIGHT - LEFT, height))
+    "Draws a PNG below `y`, somewhat narrower than the text; where it ends."
+    image, wide = plt.imread(io.BytesIO(base64.b64decode(png))), 0.8 * (RIGHT - LEFT)
+    height = wide * PAGE[0] / PAGE[1] * image.shape[0] / image.shape[1]
+    ax = fig.add_axes((LEFT, y - height, wide, height))
     ax.imshow(image, interpolation="none")
     ax.axis("off")
     return y - height - 0.6 * LINE
@@ -160,7 +167,7 @@ def draw(parts: list[tuple[str, Any]]) -> Figure:
             y -= 1.4 * LINE
         if kind == "text":
             lines = textwrap.wrap(what, WIDTH)
-            fig.text(LEFT, y, "\n".join(lines), va="top", fontsize=7.5, linespacing=1.35)
+            fig.text(LEFT, y, "\n".join(lines), va="top", fontsize=SIZE, linespacing=1.35)
             y -= LINE * (len(lines) + 0.55)
     if y < 0.02: raise ValueError("the page is too full")
     return fig

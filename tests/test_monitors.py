@@ -18,6 +18,7 @@ from altgrad.geometry.storage import STORAGES, grid_storages, store_on_grid
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
 from altgrad.model.surgery import quantize_model, round_weight_gradients
+from altgrad.numbers.kernels import set_path
 from altgrad.watching.callbacks import lightning_monitors, transformers_monitors
 from altgrad.watching.metrics import METRICS
 from altgrad.watching.sums import PLACE, Parcel, round_and_sum, rounding_sums
@@ -26,7 +27,7 @@ from altgrad.watching.updates import UpdateCounts, UpdateSums, decay_rates, upda
 from altgrad.watching.monitors import GradientCounts, Monitors
 from altgrad.watching.series import read_series
 from altgrad.watching.shadow import Shadow, shadow_metrics
-from altgrad.watching.thresholds import Alarms
+from altgrad.watching.thresholds import Alarms, Interventions, Thresholds, set_weight_format
 from old import OLD_TORCH
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -450,3 +451,138 @@ def test_with_two_optimizers_in_lightning_each_gradient_is_measured_once(both):
     assert len(found) == silent[0] == 4 and silent.count_nonzero() == 1
     # a norm of sixteen float32 numbers
     assert math.isclose(found[-1].values["gradients/down/l2"], module.used, rel_tol=32 * 2.0**-24)
+
+
+@pytest.mark.parametrize("words", ("E4M3", "E4M3 channel"))
+def test_updates_of_convolutions_are_counted_alike_on_every_path(words):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 5))
+    quantize_model(model, config=PrecisionConfig([LayerPrecisionRule("*", weight=words)]))
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    before = model[0].weight.detach().clone()
+    for path in ("eager", "auto"):
+        with torch.no_grad(): model[0].weight.copy_(before)
+        set_path(path)
+        try:
+            monitors = Monitors(model, [optimizer], every=1)
+            monitors.begin(1)
+            model(torch.ones(2, 3, 8, 8)).sum().backward()
+            monitors.gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(monitors.end().values)
+        finally: set_path("auto")
+    counts = [{key: value for key, value in values.items() if key.startswith("updates/") and not math.isnan(value)}
+              for values in found]
+    assert counts[0] == counts[1] and counts[0]["updates/0/updates"] > 0
+
+
+def test_no_column_of_a_weight_is_left_out_of_its_sizes():
+    model = nn.Sequential(nn.Linear(64, 4096, bias=False))
+    quantize_model(model, "E4M3")
+    updates, parcel = UpdateCounts(model), Parcel()
+    updates.start()
+    with torch.no_grad(): model[0].weight[:, 1:] *= 1.5
+    updates.stop(parcel)
+    sizes = parcel.unpack()["sizes", ("0",)][0]
+    assert sizes[2] != 0 or sizes[4] > 0  # the median, or the largest, of the steps in spacings
+    assert sizes[5] > 1  # codes away from where it began
+
+
+def test_codes_are_counted_from_where_a_format_began():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    quantize_model(model, "E4M3")
+    updates, found = UpdateCounts(model), []
+    for fmt in ("E4M3", "E3M4"):
+        set_weight_format(model, [], {"0": fmt})
+        parcel = Parcel()
+        updates.start()
+        updates.stop(parcel)
+        found.append(parcel.unpack()["sizes", ("0",)][0][5])
+    assert found == [0, 0]
+
+
+def test_a_shadow_leaves_the_statistics_of_batches_as_they_are():
+    def trained(watched):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        quantize_model(model, "E4M3")
+        loss = lambda m, x, y: (m(x) - y).square().mean()
+        shadow = Shadow(model, loss=loss)
+        data = torch.randn(16, 8), torch.randn(16, 1)
+        if watched: shadow.begin(1)
+        loss(model, *data).backward()
+        if watched: shadow.measure([data], Parcel())
+        return list(model.buffers())
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+def test_a_shadow_takes_a_layer_that_the_loss_does_not_see():
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(8, 1), nn.Linear(8, 1)
+        def forward(self, x): return self.used(x)
+    model, parcel = Part(), Parcel()
+    quantize_model(model, "E4M3")
+    shadow = Shadow(model, loss=lambda m, x, y: m(x).sum())
+    shadow.begin(1)
+    model(torch.ones(2, 8)).sum().backward()
+    shadow.measure([(torch.ones(2, 8), None)], parcel)
+    assert [key[1] for key in parcel.parts] == ["used"]
+
+
+@pytest.mark.parametrize("size", (6e-6, 1.0, 100.0))
+def test_gradients_in_float16_have_the_numbers_of_float32(size):
+    def numbers(dtype):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False, dtype=dtype))
+        quantize_model(model, "E4M3")
+        g = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).mul(size).half()
+        model[0].weight.grad = g.to(dtype)
+        parcel = Parcel()
+        GradientCounts(model, 1e-30, 1).measure(parcel)
+        return parcel.unpack()["gradients", "0"]
+    np.testing.assert_allclose(numbers(torch.float16), numbers(torch.float32), rtol=64 * 64 * 2.0**-24)
+
+
+@pytest.mark.parametrize("given", (dict(strict=5), dict(strict=(5,)), dict(patience=10.5), dict(patience=True)))
+def test_thresholds_of_the_wrong_kind_are_refused(given):
+    with pytest.raises(InputError): Thresholds(**given)
+
+
+def test_one_pattern_of_strict_layers_is_one():
+    one = Thresholds(strict="*.attn.proj")
+    assert one.limit("blocks.0.mlp.fc", "stable_rank") == Thresholds().limit("blocks.0.mlp.fc", "stable_rank")
+    assert one.limit("blocks.0.attn.proj", "stable_rank") == Thresholds().limit("blocks.0.attn.proj", "stable_rank")
+
+
+def test_states_of_another_run_are_refused():
+    model = model_with(weight="E4M3")
+    acts = Interventions(model, [], ["move_bit"])
+    for state in ({**acts.state_dict(), "moved": {"zz": "E4M3"}}, {**acts.state_dict(), "other": 1}, {}):
+        with pytest.raises(InputError): acts.load_state_dict(state)
+    alarms = Alarms()
+    for state in ({}, {**alarms.state_dict(), "losses": 3}):
+        with pytest.raises(InputError): alarms.load_state_dict(state)
+    with pytest.raises(InputError): Monitors(model, [], 1).load_state_dict({"origin": {"zz": [1, 2]}, "silent": {}})
+
+
+def test_a_damaged_list_of_parts_is_no_list_of_none(tmp_path):
+    from altgrad.watching.monitors import Measurement
+    from altgrad.watching.series import SeriesLog
+    log = SeriesLog(tmp_path)
+    log.append(Measurement(1, {"a/b/c": 1.0}))
+    log.flush()
+    assert list(read_series(tmp_path)) == ["a/b/c"]
+    (tmp_path / "parts.json").write_text("{")
+    with pytest.raises(InputError, match="parts.json is damaged"): read_series(tmp_path)
+
+
+@pytest.mark.parametrize("words, fits", (("E5M2 delayed", True), ("float4_e2m1fn nvfp4", False), ("E4M3 32", False)))
+def test_only_gradients_under_one_scale_are_fitted(words, fits):
+    from altgrad.watching.monitors import Measurement
+    model = nn.Sequential(nn.Linear(64, 64))
+    quantize_model(model, config=PrecisionConfig([LayerPrecisionRule("*", weight="E4M3", gradient=words)]))
+    events = Interventions(model, [], ["fit_gradients"]).act(
+        1, True, Measurement(1, {"quantization/0/gradient/overflow_rate": 0.03}))
+    assert bool(events) == model[0].points["gradient"].fit == fits

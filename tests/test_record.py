@@ -1449,3 +1449,43 @@ def test_a_loop_that_never_steps_is_told_so(capsys):
         for _ in range(3): model(torch.ones(2, 8)).square().mean().backward()
     said = "but no optimizer made a step in the recorder"
     assert said in recorder.finding and capsys.readouterr().err.count(said) == 1
+
+
+@pytest.mark.parametrize("every", (1, 2, 3))
+def test_one_spike_is_no_divergence_however_often_the_loss_is_told(every):
+    from altgrad.watching.cause import diverges, usual_losses
+    losses = np.full(24, np.nan)
+    losses[::every] = 1.0
+    losses[12] = 10.0
+    assert diverges(losses, usual_losses(losses)) is None
+    losses[12 + every] = 10.0
+    assert diverges(losses, usual_losses(losses)) == 12
+
+
+def test_a_folder_that_is_no_path_is_refused_at_once():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(InputError, match="folder"): altgrad.record(layer, torch.optim.SGD(layer.parameters(), 0.1), folder=5)
+
+
+def test_a_batch_without_tokens_leaves_a_sparse_gradient_and_a_recorder(capsys):
+    table, head = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)
+    both = nn.ModuleList([table, head])
+    optimizers = [torch.optim.SparseAdam(table.parameters()), torch.optim.SGD(head.parameters(), 0.1)]
+    with altgrad.record(both, optimizers, every=1) as recorder:
+        for tokens in (torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64), torch.tensor([3])):
+            for o in optimizers: o.zero_grad()
+            (head(table(tokens)).sum() + head(torch.ones(1, 4)).sum()).backward()
+            for o in optimizers: o.step()
+    assert not recorder.stopped and recorder.steps == 3
+
+
+def test_tiny_and_huge_gradients_lose_what_others_lose(tmp_path):
+    from altgrad.watching.what_if import _layer, _Rounder
+    from altgrad.numbers.formats import get_format
+    g = torch.Generator().manual_seed(0)
+    kept = {key: torch.randn(16, 16, generator=g) for key in ("weight", "input", "gradient")}
+    def lost(size):
+        row = _layer("0", {**kept, "gradient": kept["gradient"] * size}, _Rounder(get_format("E4M3"), "tensor", "nearest", None))
+        return row.error_input, row.error_weight
+    # scales by powers of two move no bit of normal numbers; others are half a spacing of float32 apart
+    for size in (2.0**-80, 2.0**66): assert lost(size) == pytest.approx(lost(1.0), rel=1e-6)

@@ -1029,3 +1029,25 @@ def test_a_layer_that_no_optimizer_holds_is_named():
 ])
 def test_what_is_empty_or_no_number_is_refused_at_once(make):
     with pytest.raises(InputError): make()
+
+
+def test_a_tensor_with_nan_has_not_moved_by_being_there():
+    layer = nn.Linear(4, 4)
+    with torch.no_grad(): layer.weight[0, 0] = math.nan
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    with altgrad.stall(layer, optimizer) as meter:
+        layer(torch.ones(2, 4)).nan_to_num().sum().backward()
+        optimizer.step()
+    assert not any(row.moved for row in meter.tensors.values())
+
+
+def test_a_step_that_raised_hides_no_other_optimizer(capsys):
+    layer = nn.Linear(4, 4)
+    own, other = torch.optim.SGD(layer.parameters(), lr=0.1), torch.optim.Adam(layer.parameters(), lr=0.1)
+    def closure(): raise ArithmeticError
+    with altgrad.stall(layer, own) as meter:
+        with pytest.raises(ArithmeticError): own.step(closure)
+        for _ in range(3):
+            layer(torch.ones(2, 4)).sum().backward()
+            other.step()
+    assert set(meter.unwatched) == {"Adam"}

@@ -14,7 +14,8 @@ from altgrad.model.points import LayerPrecisionRule, PrecisionConfig, Quantizer,
 from altgrad.model.products import QuantizedLinear
 from altgrad.geometry.storage import store_on_grid
 from altgrad.model.surgery import (
-    high_precision, load_points_state, points_state, quantize_model, round_weight_gradients, rounded_once,
+    clamp_outliers, high_precision, load_points_state, points_state, quantize_model, round_weight_gradients,
+    rounded_once,
 )
 
 
@@ -351,3 +352,96 @@ def test_a_point_that_remembers_is_refused_under_a_transform_and_left_as_it_was(
     model(x).sum().backward()
     copy.deepcopy(model)
     if kind == "activation": assert per_sample(model.eval() and params, x)["0.weight"].shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("words", ("E4M3 channel", "E4M3 32", "E4M3"))
+def test_a_gradient_that_is_fitted_is_shrunk_by_one_factor(words):
+    q = Quantizer(read_precision(words))
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -6, 16)[:, None]
+    before = q(x)
+    q.fit = True
+    assert torch.equal(q(x), before)  # a scale from the amax at hand leaves nothing beyond the range
+    large = q.rounded(x, q.scale(x) / 4, None, False)
+    cosine = F.cosine_similarity(large.flatten(), x.flatten(), dim=0)
+    assert cosine > 1 - 2.0**-7  # rounding moves an element by a part in 16, whose square is two such
+    assert large.norm() < x.norm() / 3
+
+
+def test_what_is_beside_one_context_ends_with_that_one():
+    model = nn.Sequential(nn.Linear(8, 8))
+    quantize_model(model, "E2M1")
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    exact = F.linear(x, model[0].weight, model[0].bias)
+    with high_precision(model):
+        with high_precision(model): assert torch.equal(model(x), exact)
+        assert torch.equal(model(x), exact)
+    assert not torch.equal(model(x), exact)
+
+    store_on_grid(model, "grid_nearest")
+    def gradient(nested):
+        model.zero_grad()
+        with rounded_once(model, leaves=True):
+            model(x).sum().backward()
+            if nested:
+                with rounded_once(model): model(x)
+            model(x).sum().backward()
+        return model[0].weight.grad.clone()
+    assert torch.equal(gradient(nested=True), gradient(nested=False))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64), ids=str)
+def test_outputs_are_clamped_in_every_dtype(dtype):
+    model = nn.Sequential(nn.Identity())
+    clamp_outliers(model, "0", 2.0)
+    for size in (1e-6, 1e4):  # whose squares float16 does not hold
+        x = torch.full((64,), size, dtype=dtype)
+        x[0] *= 5 if size > 1 else 50
+        bound = 2 * x.double().square().mean().sqrt()
+        told = model(x)
+        # a root and a product in float32, and the bound in the dtype, of whose subnormals float16 has the largest
+        near = 4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
+        assert told[0].double() == pytest.approx(float(bound), rel=near, abs=2.0**-24)
+        assert torch.equal(told[1:], x[1:])
+    pair = nn.Sequential(nn.MultiheadAttention(8, 2))
+    clamp_outliers(pair, "0", 2.0)
+    with pytest.raises(InputError, match="no tensor"): pair[0](*[torch.ones(2, 1, 8)] * 3)
+
+
+@pytest.mark.parametrize("harm", (
+    lambda here: here.pop("calls"), lambda here: here.pop("scale"), lambda here: here.pop("precision"),
+    lambda here: here.update(calls=-5), lambda here: here.update(calls="x"), lambda here: here.update(fit=1),
+    lambda here: here.update(scale=torch.tensor(math.nan)), lambda here: here.update(memory=torch.ones(3)),
+))
+def test_a_damaged_state_of_points_is_refused_and_nothing_of_it_loaded(harm):
+    def made():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        rule = LayerPrecisionRule("*", weight="E4M3", activation="E4M3 delayed stochastic")
+        quantize_model(model, config=PrecisionConfig([rule]))
+        return model
+    model, other = made(), made()
+    model(torch.ones(2, 8))
+    state = points_state(model)
+    harm(state["1/activation"])
+    before = repr(points_state(other))
+    with pytest.raises(InputError): load_points_state(other, state)
+    assert repr(points_state(other)) == before
+
+
+@pytest.mark.parametrize("make", (
+    lambda: LayerPrecisionRule("*", weight=True), lambda: LayerPrecisionRule("*", activation=True),
+    lambda: LayerPrecisionRule(5, "E4M3"), lambda: LayerPrecisionRule(["a"], "E4M3"), lambda: PrecisionConfig(rules=5),
+))
+def test_rules_of_the_wrong_kind_are_refused(make):
+    with pytest.raises(InputError): make()
+
+
+def test_gradients_are_rounded_for_the_optimizer_that_steps():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    rule = LayerPrecisionRule("*", weight="E4M3", weight_gradient="E5M2 delayed")
+    quantize_model(model, config=PrecisionConfig([rule]))
+    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(0))).sum().backward()
+    other = model[1].weight.grad.clone()
+    round_weight_gradients(model, torch.optim.SGD([model[0].weight], lr=0.1))
+    assert torch.equal(model[1].weight.grad, other)
+    assert model[0].points["weight_gradient"].scaling.memory.amax > 0
+    assert model[1].points["weight_gradient"].scaling.memory.amax == 0

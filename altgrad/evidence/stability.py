@@ -121,15 +121,17 @@ def thresholds_of(
 ) -> list[dict[str, Any]]:  # as `StabilitySearch.found` gives them
     """The thresholds that a ledger's rows show, which needs no text and no checkpoint;
     runs on another text, of another recipe or with another task are another arm."""
-    arms: dict[tuple, dict[float, list[bool]]] = {}
+    arms: dict[tuple, dict[float, dict[tuple, bool]]] = {}  # a run that two codes made is one
     for r in rows:
         if r.get("stage") != "max-lr" or r.get("error"): continue
         arm = *(r[key] for key in _ARM), _recipe(r["checkpoint"])
-        arms.setdefault((arm, str(r.get("task"))), {}).setdefault(r["lr"], []).append(r["diverged"])
+        ends = arms.setdefault((arm, str(r.get("task"))), {}).setdefault(r["lr"], {})
+        run = r["checkpoint"], r["seed"]
+        ends[run] = ends.get(run, False) or r["diverged"]
     found = []
     for (arm, _), rates in arms.items():
-        unstable = min((lr for lr, ends in rates.items() if any(ends)), default=None)
-        whole = [lr for lr, ends in rates.items() if len(ends) >= runs and not any(ends)]
+        unstable = min((lr for lr, ends in rates.items() if any(ends.values())), default=None)
+        whole = [lr for lr, ends in rates.items() if len(ends) >= runs and not any(ends.values())]
         stable = max((lr for lr in whole if unstable is None or lr < unstable), default=None)
         narrow = (
             stable is not None and unstable is not None and unstable / stable < 2 ** (1.01 / PARTS)

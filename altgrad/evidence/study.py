@@ -374,9 +374,9 @@ class Effect(NamedTuple):
 def effect(
     d: np.ndarray,  # [checkpoints, seeds, pieces], from `contrast`
     draws: int = 10_000,
-) -> Effect | None:  # None below two complete seeds
+) -> Effect | None:  # None below two checkpoints or two complete seeds
     "The mean of a contrast and what is known of it."
-    if d.shape[1] < 2: return None
+    if min(d.shape[:2]) < 2: return None
     pairs = d.mean(2)
     v = mean_variance(pairs)
     return _effect(float(pairs.mean()), v.of_mean, v.df, bootstrap(d, draws), pairs)
@@ -397,10 +397,10 @@ def difference(
     a: np.ndarray,  # [checkpoints, seeds, pieces], from `contrast`
     b: np.ndarray,  # [checkpoints, seeds, pieces], of runs that started from other checkpoints
     draws: int = 10_000,
-) -> Effect | None:  # None below two complete seeds; `by_checkpoint` and `seeds` are those of `a`
+) -> Effect | None:  # None below two checkpoints or complete seeds; `by_checkpoint` and `seeds` are those of `a`
     """The mean of `a` minus the mean of `b`, which share nothing;
     the smaller number of degrees of freedom counts."""
-    if min(a.shape[1], b.shape[1]) < 2: return None
+    if min(*a.shape[:2], *b.shape[:2]) < 2: return None
     one, two = mean_variance(a.mean(2)), mean_variance(b.mean(2))
     drawn = bootstrap(a, draws) - np.roll(
         bootstrap(b, draws), 1
@@ -548,7 +548,7 @@ def same_weights(
     "H4: runs of formats with one spacing end in the same weights, bit for bit, whatever the power."
     groups, formats = defaultdict(list), set(formats)
     shared = ("storage", "lr", "seed", "checkpoint_sha", "corpus_sha", "split", "task", "machine",
-              "versions", "floor_octaves")
+              "versions", "floor_octaves", "code", "instrument", "engine")
     for row in rows:
         meant = (
             row["format"] in formats

@@ -10,7 +10,7 @@ __all__ = ['POINTS', 'PARTED', 'RECIPES', 'GRADIENT_FORMAT', 'Precision', 'read_
 import threading
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -192,7 +192,7 @@ class Quantizer:
 
     def rounded(self, x: Tensor, scale: Tensor, key: int | Tensor | None, watched: bool) -> Tensor:
         "`x` rounded under a scale, with a straight-through gradient."
-        if self.fit: x = x * (self.format.max * scale / _amax(self, x, watched)).clamp(max=1)
+        if self.fit: x = x * (self.format.max / _amax(self, x.float() / scale, watched)).clamp(max=1)
         if self.probe is not None and watched: return _Watched.apply(x, scale, key, self.probe)
         return fake_quantize(x, self.format, scale, rounding=self.precision.rounding, key=key)
 
@@ -282,6 +282,8 @@ class LayerPrecisionRule:
     weight_gradient: Precision | FP8Format | str | bool | None = None  # of the weight; see `round_weight_gradients`
 
     def __post_init__(self):
+        if not isinstance(self.pattern, str):
+            raise InputError(f"the pattern of a rule is a glob over names of layers, not {self.pattern!r}")
         if self.format is not None and self.weight is not None:
             raise InputError(
                 f"the rule {self.pattern!r} gives both format and weight, which is the same"
@@ -292,6 +294,8 @@ class LayerPrecisionRule:
         "The points that are rounded, by name."
         specs = {kind: getattr(self, kind) for kind in POINTS}
         if self.format is not None: specs["weight"] = self.format
+        for kind in ("weight", "activation"):
+            if specs[kind] is True: raise InputError(f"the rule {self.pattern!r} gives {kind}=True, not a format")
         given = {kind: read_precision(spec) for kind, spec in specs.items()}
         return {kind: precision for kind, precision in given.items() if precision}
 
@@ -303,7 +307,7 @@ class PrecisionConfig:
     default: LayerPrecisionRule | FP8Format | str | None = None  # of all others, whatever its pattern
 
     def __post_init__(self):
-        one = isinstance(self.rules, LayerPrecisionRule)
+        one = isinstance(self.rules, LayerPrecisionRule) or not isinstance(self.rules, Iterable)
         object.__setattr__(self, "rules", (self.rules,) if one else tuple(self.rules))
         for rule in self.rules:
             if not isinstance(rule, LayerPrecisionRule):
@@ -332,4 +336,5 @@ def parse_rules(
 ) -> list[LayerPrecisionRule]:
     """The rules that a line of text holds;
     InputError for a point that does not exist or cannot be read."""
+    if text is not None and not isinstance(text, str): raise InputError(f"rules are a line of text, not {text!r}")
     return [_read_rule(rule) for rule in filter(str.strip, (text or "").split(";"))]

@@ -8,6 +8,7 @@ __all__ = ['SKIP', 'MANIFOLD_OPTIONS', 'QuantizedLayer', 'QuantizationReport', '
            'load_points_state', 'clamp_outliers']
 
 # %% ../../nbs/model/04_surgery.ipynb #23a6337b
+import copy
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,14 +16,14 @@ from itertools import chain, product, starmap
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # %% ../../nbs/model/04_surgery.ipynb #46f4a066
-from ..basics import InputError, is_number, unknown
+from ..basics import InputError, is_number, one_line, unknown
 from ..numbers.formats import FP8Format, check_seed, get_format
 from ..numbers.kernels import CHUNK
 from ..numbers.quantize import fake_quantize
-from ..numbers.scaling import compute_scale, scale_of
+from ..numbers.scaling import Scaling, compute_scale, scale_of
 from ..geometry.storage import GridTensor
 from .parallel import shares, total, world
 from .points import Precision, PrecisionConfig, Quantizer, round_gradient
@@ -45,8 +46,8 @@ class QuantizedLayer:
 
 # %% ../../nbs/model/04_surgery.ipynb #39c962f3
 class QuantizationReport(tuple[QuantizedLayer, ...]):
-    """A row for each layer that multiplies by a weight: what `quantize_model` did to it;
-    prints as a table."""
+    """A row for each layer that multiplies by a weight of its own: what `quantize_model` did to it; prints as a
+    table. Recurrent layers and the joint projection of `nn.MultiheadAttention` stay as they are, and have none."""
     @property
     def changed(self) -> list[QuantizedLayer]:
         "The layers that now round something."
@@ -360,11 +361,16 @@ def quantized_weights(
 
 # %% ../../nbs/model/04_surgery.ipynb #2c6e42a4
 @torch.no_grad()
-def round_weight_gradients(model: nn.Module) -> None:
+def round_weight_gradients(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,  # the one that is about to step; None: of all weights
+) -> None:
     """Rounds the accumulated gradient of every weight that has such a point: a training loop calls it
     after the last backward pass and before the optimizer's step."""
+    held = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     for m in model.modules():
-        if isinstance(m, Quantized) and "weight_gradient" in m.points and m.weight.grad is not None:
+        if not isinstance(m, Quantized) or "weight_gradient" not in m.points or m.weight.grad is None: continue
+        if held is None or id(m.weight) in held:
             m.weight.grad = round_gradient(m.points["weight_gradient"], m.weight.grad)
 
 # %% ../../nbs/model/04_surgery.ipynb #f0433d1f
@@ -400,7 +406,7 @@ def rounded_once(
     leaves: bool = False,  # for a compiler: a grid's values are leaves, whose gradients the weights get in the end
 ) -> Iterator[None]:
     "Inside, where weights must not change, each is rounded (or read from its grid) only once."
-    layers = [m for _, m in quantized_layers(model)]
+    layers = [m for _, m in quantized_layers(model) if m.kept is None]  # what an outer one keeps is its own
     read = [m for m in layers if leaves and isinstance(m.weight, GridTensor)]
     try:
         for m in layers: m.kept = []
@@ -418,7 +424,7 @@ def rounded_once(
 def high_precision(model: nn.Module) -> Iterator[None]:
     """Inside, the model computes as if it had no points (weights on a grid stay there);
     nothing is remembered."""
-    layers = [m for m in model.modules() if isinstance(m, Quantized)]
+    layers = [m for m in model.modules() if isinstance(m, Quantized) and not m.bypass]
     for m in layers: m.bypass = True
     try: yield
     finally:
@@ -435,17 +441,33 @@ def points_state(model: nn.Module) -> dict[str, dict[str, Any]]:
         state[f"{name}/{kind}"] = here
     return state
 
+# %% ../../nbs/model/04_surgery.ipynb #d29faa08
+def _of_scaling(scaling: Scaling, here: dict[str, Any]) -> dict[str, Any]:
+    "A point's state as that of its scaling."
+    return {"recipe": repr(scaling), "memory": here.get("memory"), "scale": here.get("scale")}
+
+def _check_point(key: str, q: Quantizer, here: dict[str, Any]) -> None:
+    "InputError for a state that no point of its kind gives."
+    calls, fit = here.get("calls"), here.get("fit")
+    if type(calls) is not int or calls < 0 or type(fit) is not bool:
+        raise InputError(f"the state of {key} is damaged: {one_line(f'calls {calls!r}, fit {fit!r}', 80)}")
+    if q.scaling is None: return
+    try: copy.deepcopy(q.scaling).load_state_dict(_of_scaling(q.scaling, here))
+    except InputError as e: raise InputError(f"the state of {key}: {e}") from None
+
+
 # %% ../../nbs/model/04_surgery.ipynb #f43effd1
 def load_points_state(model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
-    "Goes on where `points_state` was called; InputError if the model has other points."
+    "Goes on where `points_state` was called; InputError, and nothing is loaded, for what is not of these points."
     points = {f"{name}/{kind}": q for (name, kind), q in quantizers(model).items()}
     mine = {key: str(q.precision) for key, q in points.items()}
-    if mine != {key: here["precision"] for key, here in state.items()}:
+    told = state if isinstance(state, dict) and all(isinstance(here, dict) for here in state.values()) else {}
+    if mine != {key: here.get("precision") for key, here in told.items()}:
         raise InputError("the state is that of other points")
+    for key, q in points.items(): _check_point(key, q, told[key])
     for key, q in points.items():
-        q.calls, q.fit = state[key]["calls"], state[key]["fit"]
-        if q.scaling is None: continue
-        q.scaling.memory.state, q.scaling.scale = state[key]["memory"], state[key]["scale"]
+        q.calls, q.fit = told[key]["calls"], told[key]["fit"]
+        if q.scaling is not None: q.scaling.load_state_dict(_of_scaling(q.scaling, told[key]))
 
 # %% ../../nbs/model/04_surgery.ipynb #85690187
 def clamp_outliers(
@@ -453,11 +475,14 @@ def clamp_outliers(
     pattern: str,  # glob over qualified module names; "*.proj": layers that write to the residual stream
     limit: float,  # in root mean squares of the output
 ) -> list:  # hooks: `handle.remove()` ends the clamping
-    "Limits the outputs of modules to `limit` times their RMS; InputError if no module matches."
+    """Limits the outputs of modules to `limit` times their RMS (an output with NaN becomes NaN); InputError if no
+    module matches, and in the forward pass of one that gives no tensor."""
     def clamp(module, args, y):
-        mean = y.detach().square().mean()
+        if not isinstance(y, Tensor): raise InputError(f"{type(module).__name__} gives no tensor that could be clamped")
+        wide = torch.promote_types(y.dtype, torch.float32)  # squares leave the range of float16
+        mean = y.detach().to(wide).square().mean()
         if shares(module.training): mean, = total([mean / world()])
-        bound = limit * mean.sqrt()
+        bound = (limit * mean.sqrt()).clamp(max=torch.finfo(y.dtype).max).to(y.dtype)
         return y.clamp(-bound, bound)
 
     if not (is_number(limit) and limit > 0):

@@ -140,6 +140,11 @@ def _refuse_kind(name: str, there: str, mine: Any) -> None:
     if there != _kind(mine): raise InputError(f"{name} was saved as {there}, not {_kind(mine)}")
 
 # %% ../../nbs/model/05_without_master.ipynb #5ac8b32b
+def _text_of(kind: Tensor) -> str:
+    "What the bytes of a kind say; of others, that they say nothing."
+    if kind.dtype != torch.uint8 or kind.dim() != 1: return f"{kind.dtype} {list(kind.shape)}"
+    return bytes(kind.tolist()).decode(errors="replace")
+
 def _read_parts(state: Mapping[str, Any], name: str, mine: Any) -> Any:
     "The weight that plain tensors stand for; InputError where they are not those of its grid."
     wanted = [*mine.parts(), "seed", "kind"]
@@ -147,7 +152,7 @@ def _read_parts(state: Mapping[str, Any], name: str, mine: Any) -> Any:
         part: state.get(name if part == "codes" else f"{name}_{part}") for part in wanted
     }
     lost = [part for part, t in found.items() if not isinstance(t, Tensor)]
-    if "kind" not in lost: _refuse_kind(name, bytes(found["kind"].tolist()).decode(), mine)
+    if "kind" not in lost: _refuse_kind(name, _text_of(found["kind"]), mine)
     if lost: raise InputError(f"the state of {name} has no {', '.join(lost)}")
     parts = {part: found[part] for part in mine.parts()}
     for part, t in parts.items():
@@ -157,6 +162,8 @@ def _read_parts(state: Mapping[str, Any], name: str, mine: Any) -> Any:
             f"{part} of {name} is {t.dtype} {list(t.shape)}, not {here.dtype} {list(here.shape)}"
         )
     parts = {part: t.view(mine.parts()[part].shape) for part, t in parts.items()}
+    if (found["seed"].dtype, found["seed"].shape) != (torch.int64, (2,)):
+        raise InputError(f"seed of {name} is {found['seed'].dtype} {list(found['seed'].shape)}, not torch.int64 [2]")
     seed, tensor = found["seed"].tolist()
     grid = GridTensor(**parts, how=mine.how | {"seed": seed, "tensor": tensor})
     check_parts(grid, name)
@@ -714,7 +721,7 @@ def without_master(
 ) -> torch.optim.Optimizer:
     """Turn the weights of linear layers into codes, and return an optimizer that updates them in
     place; InputError, and an untouched model, for anything that cannot work. A frozen parameter stays
-    as it is, and trains so, off the grid, once it is unfrozen."""
+    as it is, and trains so, off the grid, once it is unfrozen (in a narrower type than float32: with moments=32)."""
     _refuse_model(model)
     _refuse_optimizer(optimizer)
     _refuse_number("bits", bits, BITS)

@@ -81,7 +81,7 @@ class TrainConfig:
     accumulation: str | None = None  # rescaled: micro-batches add up, then are divided; null: each is divided first
     # what is measured, and what is done about it
     monitor_every: int | None = None  # updates between measurements; 0: 1 compiled, 10 without; null: three rates only
-    shadow_every: int | None = None  # measured updates between FP32 shadows; null: none
+    shadow_every: int | None = None  # an FP32 shadow at measured updates that this divides; null: none
     interventions: str | None = None  # fit_gradients, move_bit, or both with a comma; null: none
     wandb_layers: str | None = None  # what W&B gets of each layer: gradients, histograms, ...; null: means over all
     converge_window: int | None = None  # evaluations that judge whether learning is over; null: all updates are made
@@ -256,8 +256,8 @@ def _check_rule(c: TrainConfig) -> None:
     one_of("placement", c.placement, PLACEMENTS)
     if c.moments is not None: one_of("moments", c.moments, MOMENTS)
     if c.formula is not None: one_of("formula", c.formula, FORMULAS)
-    if c.format is None and (c.rule != "adamw" or c.storage != "master"):
-        raise InputError("a rule or a storage needs a format; format is null")
+    if c.format is None and (c.rule != "adamw" or c.storage != "master" or c.rule_lr is not None):
+        raise InputError("a rule, its rate or a storage needs a format; format is null")
     if get_rule(c.rule).averages:
         raise InputError(f"{c.rule} keeps averages, which a training run does not validate")
 
@@ -280,7 +280,7 @@ def _check_points(c: TrainConfig) -> None:
     if c.head is not None and c.task is None and STORAGES[c.storage].on_grid:
         raise InputError(f"head needs the storage master: the head's weight is the embedding's, which is on no grid; "
                          f"storage is {c.storage}")
-    Interventions(nn.Module(), [], words_of(c.interventions))
+    if c.interventions is not None: Interventions(nn.Module(), [], words_of(c.interventions) or [""])
     if c.accumulation is not None: one_of("accumulation", c.accumulation, ("rescaled",))
     if c.residual_clamp == 0: raise InputError("residual_clamp must be above 0, or null")
     if c.wandb_layers is not None:
@@ -348,6 +348,7 @@ def make_config(
 # %% ../../nbs/training/03_config.ipynb #657b8a03
 def load_config(
     path: Path | str,  # a YAML file
+    changes: dict[str, Any] | None = None,  # fields to set on top of it
 ) -> TrainConfig:
     """Read a config from YAML; the run is named after the file unless the file names it.
     InputError for every fault."""
@@ -357,4 +358,4 @@ def load_config(
         raise InputError(f"{path} must hold 'key: value' lines, not a {type(values).__name__}")
     said = values or {}
     recall_from(path.parent, [str(said.get(key)) for key in ("rule", "storage")])
-    return make_config({"name": path.stem, **(values or {})})
+    return make_config({"name": path.stem, **said, **(changes or {})})

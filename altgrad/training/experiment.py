@@ -22,7 +22,7 @@ from ..numbers.formats import EIGHT_BIT
 from .data import bigram_entropy, load_corpus, unigram_entropy
 from .config import TrainConfig, load_config, make_config
 from .tracking import RunFolder, check_log
-from .trainer import Trainer, perplexity
+from .trainer import Trainer, perplexity, succeeded
 
 # %% ../../nbs/training/05_experiment.ipynb #4044c16f
 TEN_MILLION = TrainConfig(  # about five million tokens
@@ -86,11 +86,10 @@ def find_config(
     packaged, own, changes = packaged_configs(), _OWN.fullmatch(spec), dict(changes or {})
     if spec in packaged: return make_config(changes, packaged[spec])
     if own and not Path(spec).is_file():
-        settings, base = _own_settings(own[2]), find_config(own[1])
-        named = {"name": _own_name(changes.get("name", base.name), settings)}
-        return make_config({**changes, **settings, **named}, base)
-    if Path(spec).suffix in (".yaml", ".yml") or Path(spec).is_file():
-        return make_config(changes, load_config(spec))
+        settings = _own_settings(own[2])
+        found = find_config(own[1], {**changes, **settings})
+        return replace(found, name=_own_name(found.name, settings))
+    if Path(spec).suffix in (".yaml", ".yml") or Path(spec).is_file(): return load_config(spec, changes)
     raise unknown("config (neither a .yaml file nor packaged)", spec, packaged)
 
 # %% ../../nbs/training/05_experiment.ipynb #1297274b
@@ -231,6 +230,10 @@ def _results(runs: list[dict[str, Any]], key: str) -> list[float | None]:
     "A number of each run's results."
     return [run["record"].get("results", {}).get(key) for run in runs]
 
+def _ends(runs: list[dict[str, Any]]) -> list[float | None]:
+    "Each run's loss at its end; None of one that did not come there, whose last loss is of an earlier step."
+    return [loss if succeeded(run["record"]) else None for run, loss in zip(runs, _results(runs, "val_loss"))]
+
 def _mean(values: list[float | None]) -> float | None:
     "The mean, or None where a run has no such number: without it the others would stand for all."
     known = [value for value in values if value is not None]
@@ -246,9 +249,9 @@ def _exit_reason(runs: list[dict[str, Any]]) -> str:
 # %% ../../nbs/training/05_experiment.ipynb #8f54faae
 def _row(result: Comparison, arm: dict[str, Any]) -> dict[str, Any]:
     runs = result.runs(arm)
-    losses, base = _results(runs, "val_loss"), _results(result.runs(result.baseline), "val_loss")
-    loss, is_baseline = _mean(losses), arm is result.baseline
-    gap = _NO_GAP if is_baseline else paired_gap(losses, base)
+    losses, is_baseline = _results(runs, "val_loss"), arm is result.baseline
+    loss = _mean(losses)
+    gap = _NO_GAP if is_baseline else paired_gap(_ends(runs), _ends(result.runs(result.baseline)))
     return {"name": arm["config"]["name"], "format": arm["config"]["format"] or "none",
             "val_loss": loss,
             "val_perplexity": None if loss is None or perplexity(loss) == math.inf else perplexity(loss),

@@ -45,7 +45,7 @@ from ..watching.points import bit_histogram
 from ..watching.series import SeriesLog
 from ..watching.shadow import Shadow, shadow_metrics
 from ..watching.sums import compiles
-from ..watching.thresholds import Alarms, Alert, Event, Interventions, converged
+from ..watching.thresholds import Alarms, Alert, Event, Interventions, converged, set_weight_format
 from ..watching.updates import WeightMonitor
 from .checkpoint import (MAX_ANOMALIES, load_tensors, load_weights, pack_state,
                                          seed_everything, unpack_state)
@@ -114,6 +114,7 @@ class Trainer:
         self.watch.start()
         self.model.train()
         self.clock.start()
+        if start: self._judge(first(_row_of, self.folder, start))  # the step may have ended the run
         for step in range(start + 1, self.config.max_steps + 1):
             self.clock.begin()
             self.learner.seed(step)
@@ -125,8 +126,12 @@ class Trainer:
             row = self.learner.update(step, loss, norm)
             row = self.measure(row | self.guard.refused_weights())
             yield row
-            self.guard.check(row)
-            self.watch.check(row)
+            self._judge(row)
+
+    def _judge(self, row: dict[str, Any]) -> None:
+        "EarlyStop where a run is over with a step."
+        self.guard.check(row)
+        self.watch.check(row)
 
     def measure(self, row: dict[str, Any]) -> dict[str, Any]:
         """Complete a row: what the monitors saw, the speed,
@@ -495,10 +500,14 @@ def trained_model(
     if c.task: raise InputError(f"{folder}: the model of task {c.task} needs its documents")
     entry, data = run.checkpoints.last()
     name = f"{run.checkpoints.folder / entry['file']}"
-    try: words = load_tensors(data)["model"]["wte.weight"].shape[0]
+    try:
+        stored = load_tensors(data)
+        words, watch = stored["model"]["wte.weight"].shape[0], stored["extra"].get("watch") or {}
+        moved = watch.get("interventions", {}).get("moved", {})
     except Exception:
         raise InputError(f"checkpoint {name} cannot be used: it holds no GPT") from None
     with torch.random.fork_rng(devices=[]): model = make_model(c, words, torch.device("cpu"))
+    set_weight_format(model, [], moved)
     load_weights(data, name, model)
     return model.eval()
 
@@ -537,7 +546,7 @@ class Watch:
         self.measured: Measurement | None = None  # of the last step
         self.alarms = Alarms()
         self.evaluations = list[tuple[int, float]]()
-        self.events = list[Event]()
+        self.events = list[str]()  # what interventions did
         if c.monitor_every is None: return
         self.monitors = Monitors(self.model, trainer.optimizers, c.monitor_every or None)
         if rank() == 0: self.series = SeriesLog(self.folder.path / "series")
@@ -585,24 +594,27 @@ class Watch:
         told = [warning_event(a) for a in crossed if a.metric != "loss"]
         if measured and self.interventions:
             acts = self.interventions.act(self.step, not row.get("skipped"), measured)
-            self.events += acts
+            self.events += map(str, acts)
             told += [intervention_event(e) for e in acts]
         return row | ({"events": told} if told else {})
 
-    def check(self, row: dict[str, Any]) -> None:
-        "Raise EarlyStop where the last `converge_window` evaluations say that learning is over."
+    def is_over(self, row: dict[str, Any]) -> bool:
+        "Return whether the last `converge_window` evaluations say that learning is over."
         window = self.config.converge_window
-        if window is None or "val_loss" not in row or len(self.evaluations) < window: return
+        if window is None or "val_loss" not in row or len(self.evaluations) < window: return False
         steps, losses = zip(*self.evaluations[-window:])
-        if converged(steps, losses):
-            judged = f"judged by the last {window} evaluations"
-            raise EarlyStop(f"finished at step {row['step']}: converged, {judged}")
+        return converged(steps, losses)
+
+    def check(self, row: dict[str, Any]) -> None:
+        "Raise EarlyStop where learning is over."
+        if not self.is_over(row): return
+        judged = f"judged by the last {self.config.converge_window} evaluations"
+        raise EarlyStop(f"finished at step {row['step']}: converged, {judged}")
 
     def facts(self) -> dict[str, Any]:
         "Return what the record says of a run that was watched; nothing of one that was not."
         if not self.monitors: return {}
-        acts = [str(e) for e in self.events]
-        return {"monitors": {"every": self.monitors.every, "compiled": compiles(), "events": acts}}
+        return {"monitors": {"every": self.monitors.every, "compiled": compiles(), "events": self.events}}
 
 # %% ../../nbs/training/04_trainer.ipynb #2398180a
 def warning_event(a: Alert) -> dict[str, Any]:
@@ -678,12 +690,22 @@ def _evaluations(folder: RunFolder) -> list[tuple[int, float]]:
     rows = [row for row in folder.metrics() if "val_loss" in row]
     return [(row["step"], math.inf if row["val_loss"] is None else row["val_loss"]) for row in rows]
 
+def _interventions(folder: RunFolder) -> list[str]:
+    "What interventions did in a run so far."
+    events = chain.from_iterable(row.get("events", ()) for row in folder.metrics())
+    return [e["text"] for e in events if e.get("kind") == "intervention"]
+
+def _row_of(folder: RunFolder, step: int) -> dict[str, Any]:
+    "The row of a step; of one that was not logged, its number."
+    return next((row for row in reversed(folder.metrics()) if row["step"] == step), {"step": step})
+
 def rewind_watch(
     watch: Watch,
     step: int,  # updates that are made
 ) -> None:
-    "Take up a run: its evaluations so far, and no series beyond."
+    "Take up a run: its evaluations and interventions so far, and no series beyond."
     watch.evaluations = first(_evaluations, watch.folder)
+    watch.events = first(_interventions, watch.folder)
     if watch.series: watch.series.keep(step)
 
 # %% ../../nbs/training/04_trainer.ipynb #e6e55cf4
@@ -766,7 +788,8 @@ class Checkpointer:
             self.save(step, log, anomaly=odd, batches=self._last_batches(step))
         judged = [e["val_loss"] for e in entries if e["val_loss"] is not None]
         best = val is not None and val < min(judged, default=math.inf)
-        if best or step % c.checkpoint_every == 0 or step == c.max_steps: self.save(step, log, val)
+        last = step == c.max_steps or self.trainer.watch.is_over(row)
+        if best or last or step % c.checkpoint_every == 0: self.save(step, log, val)
 
     def save(
         self,

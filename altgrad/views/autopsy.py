@@ -23,7 +23,7 @@ from ..watching.thresholds import Alarms
 from ..training.experiment import MAY_DIFFER
 from ..training.tracking import StoredRun, check_log, state_of
 from ..training.trainer import succeeded
-from .watch import LIMITS, Tail, event_text, limits_of, parse_metric, rows_of
+from .watch import LIMITS, Tail, event_text, is_pooled, limits_of, parse_metric, rows_of
 
 # %% ../../nbs/views/02_autopsy.ipynb #fcdcdac1
 PATIENCE = 5  # consecutive values beyond a limit
@@ -62,6 +62,7 @@ def out_of_range(
     the whole model's rate only where no layer has its own."""
     everything = dict.fromkeys(chain.from_iterable(rows))
     names = [name for name in everything if parse_metric(name).quantity in limits]
+    names = [name for name in names if not is_pooled(name)]
     layered = {parse_metric(name).quantity for name in names if parse_metric(name).layer}
     found = []
     for name in names:
@@ -162,9 +163,9 @@ ADVICE: dict[str, tuple[str, tuple[Remedy, ...], str]] = {
                 ("grid_stochastic",),
             ),
             Remedy(
-                "a step measured in ulps (rule=riemannian_adamw)",
-                "rule",
-                ("riemannian_adamw", "grid_sgd"),
+                "a few bits that remember what rounding dropped (storage=grid_residual4)",
+                "storage",
+                ("grid_residual2", "grid_residual4", "grid_residual8"),
             ),
             Remedy("FP32 master weights (storage=master)", "storage", ("master", "fp32")),
         ),

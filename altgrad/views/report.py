@@ -131,7 +131,7 @@ def comparison_markdown(result: Comparison) -> str:
 def number_text(value: Any) -> str:
     "A number as people write it: 448, 0.25, 2^-14, 1.5 x 2^32; '-' for None."
     if value is None: return "-"
-    if not isinstance(value, float) or value == 0: return str(value)
+    if not isinstance(value, float) or value == 0 or not math.isfinite(value): return str(value)
     if 1e-2 <= abs(value) < 1e6:
         short = f"{value:g}"
         return short if short == repr(value).removesuffix(".0") else f"{value:.4f}"

@@ -150,7 +150,8 @@ def _history(row: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
     found: dict[int, dict[str, float]] = {}
     every = (row.get("task") or {}).get("every", 20)
     for i, loss in enumerate(row.get("curve") or ()):
-        found.setdefault(10 * (i + 1), {})["loss"] = loss
+        end = 10 * (i + 1)  # the last mean may be of fewer steps
+        found.setdefault(min(end, row.get("steps") or end), {})["loss"] = loss
     for name in COURSE:
         for i, v in enumerate((row.get("course") or {}).get(name) or ()):
             found.setdefault(every * (i + 1), {})[name] = v

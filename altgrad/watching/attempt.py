@@ -140,6 +140,7 @@ def _twin(optimizer: Optimizer, group: dict[str, Any], p: Tensor, state: dict[st
     twin.param_groups = [{**settings, **slow, "params": [p]}]
     twin.state = type(optimizer.state)(dict)
     if state: twin.state[p] = state
+    if hasattr(twin, "told_anew"): twin.told_anew = True  # what the optimizer says of itself, it says once
     return twin
 
 # %% ../../nbs/watching/09_attempt.ipynb #04582762

@@ -36,7 +36,7 @@ class Attached:
 
     def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         "After the backward pass; where several optimizers step in turn, before the step of each."
-        round_weight_gradients(self.model)
+        round_weight_gradients(self.model, optimizer)
         if self.monitors is not None: self.monitors.gradients(optimizer)
 
     def end(self) -> Measurement:

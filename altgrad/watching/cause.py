@@ -48,9 +48,10 @@ def diverges(
     losses: np.ndarray,  # [steps], NaN where none was told
     usual: np.ndarray,  # [steps]
 ) -> int | None:  # place of the first loss that is too large
-    "Find where a loss leaves what it was, for two steps in a row."
-    for i in range(len(losses) - 1):
-        if usual[i] > 0 and min(losses[i], losses[i + 1]) > RISE * usual[i]: return i
+    "Find where a loss leaves what it was, for two in a row of those that were told."
+    told = np.flatnonzero(~np.isnan(losses))
+    for i, later in zip(told, told[1:]):
+        if usual[i] > 0 and min(losses[i], losses[later]) > RISE * usual[i]: return int(i)
     return None
 
 # %% ../../nbs/watching/12_cause.ipynb #51bf3495

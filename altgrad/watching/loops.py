@@ -8,12 +8,10 @@ __all__ = ['WRAPPERS', 'RELEASED', 'SHOWN', 'optimizers_in', 'parts_of_loop', 'u
            'LoopMeter', 'InLoop', 'in_transformers', 'in_lightning']
 
 # %% ../../nbs/watching/15_loops.ipynb #51161912
-import math
 import re
 import sys
 import weakref
 from collections import Counter
-from functools import cache
 from typing import Any, Callable, Iterable, Sequence
 
 import torch
@@ -25,6 +23,7 @@ from torch.optim.optimizer import (register_optimizer_step_post_hook,
 from ..basics import InputError, one_line, tell
 from ..geometry.storage import GridTensor
 from .callbacks import with_base
+from .sums import places_of
 
 # %% ../../nbs/watching/15_loops.ipynb #536a8eb9
 def optimizers_in(
@@ -145,30 +144,15 @@ def values_of(
     return pick(p) if beside is None else pick(p.detach()).double() + pick(beside)
 
 # %% ../../nbs/watching/15_loops.ipynb #c7837998
-def _stride(elements: int, last: int, watched: int) -> int:
-    "The distance between watched elements; it shares no factor with the length of a row."
-    stride = elements // watched
-    while math.gcd(stride, last) > 1: stride -= 1
-    return stride
-
-@cache
-def _places(elements: int, last: int, watched: int, device: str) -> slice | Tensor:
-    """Where the watched elements lie: at a stride, or where that would leave out more than a tenth of the
-    tensor's end, at multiples of a golden section, which spread evenly over all of it."""
-    stride = _stride(elements, last, watched)
-    if stride * watched >= 0.9 * elements: return slice(0, watched * stride, stride)
-    step = round(elements * (math.sqrt(5) - 1) / 2)
-    while math.gcd(step, elements) > 1: step += 1
-    return (torch.arange(watched, device=device) * step % elements).sort().values
-
 def sampled(
     t: Tensor,  # of any shape
-    watched: int,  # so many elements
+    watched: int,  # so many elements, at most as many as it has
 ) -> Tensor:  # [watched]
     "Return some elements of a tensor, from all of it; a view where they lie at a stride."
     t = local(t.detach())
     last = t.shape[-1] if t.dim() else 1
-    return t.reshape(-1)[_places(t.numel(), last, watched, str(t.device))]
+    return t.reshape(-1)[places_of(t.numel(), last, watched, str(t.device))]
+
 
 # %% ../../nbs/watching/15_loops.ipynb #1b580d99
 SHOWN = 20  # rows, at most
@@ -203,6 +187,13 @@ class OpenStep:
         if above is None: self.call = found
         return above is not None
 
+    def around(self) -> bool:
+        "In a hook of another optimizer: return whether the step is still being made."
+        if torch.compiler.is_compiling(): return False
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame is not self.call: frame = frame.f_back
+        return frame is not None
+
     def leave(self) -> bool:
         "After a step: return whether it was the outermost one."
         if self._calling() is not self.call: return False
@@ -222,7 +213,7 @@ class _Others:
     "Steps of optimizers that a meter was not given."
     def __init__(self, meter: "LoopMeter"):
         self.meter = weakref.ref(meter)
-        self.inside = False  # whether a watched optimizer makes a step
+        self.open = OpenStep()  # the one of a watched optimizer
         self.own = 0  # steps of watched optimizers that were begun
         self.begun: dict[int, int] = {}  # optimizers in a step -> steps of watched ones before it
         # whether an optimizer has parameters of the model
@@ -234,8 +225,9 @@ class _Others:
         meter = self.meter()
         if meter is None: return
         if any(optimizer is own for own in meter.optimizers):
-            self.inside, self.own = True, self.own + 1
-        elif not self.inside: self.begun[id(optimizer)] = self.own
+            self.own += 1
+            self.open.enter()
+        elif not self.open.around(): self.begun[id(optimizer)] = self.own
 
     def after(self, optimizer: Optimizer, *given: Any) -> None:
         """After it: a step that has a watched one within, or is within one, is not taken
@@ -243,7 +235,7 @@ class _Others:
         if torch.compiler.is_compiling(): return
         meter = self.meter()
         if meter is None: return
-        if any(optimizer is own for own in meter.optimizers): self.inside = False
+        if any(optimizer is own for own in meter.optimizers): self.open.leave()
         elif self.begun.pop(id(optimizer), None) == self.own and self.moves(meter, optimizer):
             meter._guarded(meter._see_other, optimizer)
 

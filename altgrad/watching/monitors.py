@@ -66,10 +66,9 @@ class GradientCounts:
             before = self.silent.get(name, torch.zeros_like(rows)).to(rows.device)
             self.silent[name] = torch.where(rows < self.dead_below, before + 1, 0)
             dead = (self.silent[name] >= self.dead_after).float().mean()
-            norm, elements = torch.linalg.vector_norm(g), dead.new_full((), g.numel())
-            parcel["gradients", name] = torch.stack(
-                GradientSums(norm, rows.amax(), g.mean(), dead, elements)
-            )
+            norm, elements = torch.linalg.vector_norm(g, dtype=torch.float64), dead.new_full((), g.numel())
+            sums = GradientSums(norm, rows.amax(), g.mean(dtype=torch.float64), dead, elements)
+            parcel["gradients", name] = torch.stack([one.double() for one in sums])
 
 # %% ../../nbs/watching/04_monitors.ipynb #67bf0eb1
 def _snr(g: GradientSums) -> float:
@@ -285,7 +284,10 @@ class Monitors:
         return {"origin": origin, "silent": dict(self.of_gradients.silent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Restore what `state_dict` gave."
+        "Restore what `state_dict` gave; InputError for what is of other layers."
+        known = self.updates.layers.keys() | self.of_gradients.layers.keys()
+        if set(state) != {"origin", "silent"} or not (state["origin"].keys() | state["silent"].keys()) <= known:
+            raise InputError("the state of the monitors is that of another model")
         self.updates.origin = {name: Origin(*o) for name, o in state["origin"].items()}
         self.of_gradients.silent = dict(state["silent"])
 

@@ -843,6 +843,8 @@ def _check(folder: Path | str | None, every: Any, last: Any, dump: bool) -> None
     check_every(every)
     if type(last) is not int or last < 1:
         raise InputError(f"last must be a whole number of steps, from 1, not {last!r}")
+    if folder is not None and not isinstance(folder, (str, Path)):
+        raise InputError(f"folder must be a path, not {folder!r}")
     if dump and folder is None: raise InputError("dump=True needs a folder to be written to")
 
 def record(

@@ -161,6 +161,7 @@ def first_look(
     "Return the statistics of a tensor but for shares, which are taken of many tensors at once."
     if x.is_meta: raise InputError("tensors on the meta device have no values")
     if x.layout != torch.strided: x = x.coalesce().values()
+    if not x.numel(): x = x.new_zeros(1)  # as of a sparse gradient, all of whose elements are zero
     x = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
     magnitude = x.abs()
     bad = _not_finite(magnitude)

@@ -178,8 +178,10 @@ class SeriesLog:
 
 # %% ../../nbs/watching/05_series.ipynb #67d48bdc
 def _read_parts(folder: Path, kind: str, column: str) -> Iterator[tuple[str, int, Any]]:
-    "The rows of one kind of part; InputError for a part that is damaged or missing."
+    "The rows of one kind of part; InputError for a part, or a list of them, that is damaged, and for a missing part."
     listed = _listed(folder) or {}
+    if not listed and (folder / "parts.json").is_file() and _listed(folder) is None:
+        raise InputError(f"{folder / 'parts.json'} is damaged")
     there = {path.name for path in folder.glob(f"{kind}-*.parquet") if _step_of(path.name) >= 0}
     for part in sorted(there | {part for part in listed if part.startswith(kind)}):
         path = folder / part

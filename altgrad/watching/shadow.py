@@ -47,18 +47,23 @@ def shadow_gradients(
     states: Mapping[str, Tensor],  # from `random_states` before the step's forward pass, uint8 of any shape
     loss: Callable = loss_of,  # of model, tokens and next tokens
 ) -> dict[str, Tensor]:  # qualified layer name to gradient, float32
-    "The gradients of these weights for the mean loss over micro-batches, in FP32 without rounding."
+    """The gradients of these weights for the mean loss over micro-batches, without rounding and autocast, in the
+    parameters' dtype (FP32, where they have it); zero where a weight took no part."""
     weights = linear_weights(model)
     device = next(model.parameters()).device
     found: Sequence[Tensor] = ()
-    now = random_states(device)
+    now, buffers = random_states(device), [(b, b.clone()) for b in model.buffers()]  # as of normalization by batches
     _restore(states, device)
     try:
         with high_precision(model), torch.autocast(device.type, enabled=False), torch.enable_grad():
             for x, y in batches:
-                new = torch.autograd.grad(loss(model, x, y) / len(batches), list(weights.values()))
-                found = [a + b for a, b in zip(found, new)] if found else new
-    finally: _restore(now, device)
+                new = torch.autograd.grad(loss(model, x, y) / len(batches), list(weights.values()),
+                                          allow_unused=True, materialize_grads=True)
+                found = [a + b.float() for a, b in zip(found, new)] if found else [g.float() for g in new]
+    finally:
+        _restore(now, device)
+        with torch.no_grad():
+            for buffer, before in buffers: buffer.copy_(before)
     return dict(zip(weights, total([g / world() for g in found])))
 
 # %% ../../nbs/watching/07_shadow.ipynb #5ec9cd18
@@ -94,10 +99,10 @@ class Shadow:
         if not self.active: return
         weights = linear_weights(self.model)
         for name, h in shadow_gradients(self.model, batches, self.states, self.loss).items():
-            g = weights[name].grad
-            if g is None: continue
+            if (own := weights[name].grad) is None: continue
+            g, h = own.double(), h.double()  # squares leave the range of narrower types
             pairs = ShadowSums((g, h), (g, g), (h, h), (g - h, g - h))
-            sums = torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs])
+            sums = torch.stack([(a * b).sum() for a, b in pairs])
             rounds = isinstance(self.model.get_submodule(name), Quantized)
             parcel["shadow", name, rounds] = sums
 

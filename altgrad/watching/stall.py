@@ -106,7 +106,8 @@ class TensorStall:
     ) -> None:
         "Take note of whether the tensor has moved since the meter began."
         if self.first is None or self.moved: return
-        self.moved = not torch.equal(self.first.to(now.device).double(), now.double())
+        before, now = self.first.to(now.device).double(), now.double()
+        self.moved = not bool(((before == now) | (before.isnan() & now.isnan())).all())
 
     def to_dict(self) -> dict[str, Any]:
         "Return the tensor in plain values."

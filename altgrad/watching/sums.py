@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['SUMS', 'PLACE', 'SAMPLE', 'COUNTED', 'Rounded', 'Sum', 'merge_sums', 'add_sums', 'sums_in_pieces', 'compiles',
-           'rounding_sums', 'round_and_sum', 'rounding_metrics', 'histogram_metrics', 'code_counts', 'sample',
-           'sample_scale', 'Parcel', 'rows_of']
+           'rounding_sums', 'round_and_sum', 'rounding_metrics', 'histogram_metrics', 'places_of', 'code_counts',
+           'sample', 'sample_scale', 'Parcel', 'rows_of']
 
 # %% ../../nbs/watching/01_sums.ipynb #d6ec1111
+import math
 import operator
 from dataclasses import dataclass
 from functools import cache
@@ -315,7 +316,31 @@ def histogram_metrics(
 
 # %% ../../nbs/watching/01_sums.ipynb #6963a0af
 SAMPLE = 4096  # elements of a tensor that stand for it where a pass over all would cost too much
-COUNTED = 1 << 18  # elements, or up to twice as many, that a histogram counts
+COUNTED = 1 << 18  # elements, or up to three times as many, that a histogram counts
+
+# %% ../../nbs/watching/01_sums.ipynb #86c3e3bc
+def _stride(elements: int, last: int, wanted: int) -> int:
+    "The distance between chosen elements; it shares no factor with the length of a row."
+    stride = max(1, elements // wanted)
+    while math.gcd(stride, last) > 1: stride -= 1
+    return stride
+
+@cache
+def places_of(
+    elements: int,  # of a tensor
+    last: int,  # of its dimensions
+    wanted: int,  # so many places
+    device: str,
+) -> slice | Tensor:  # into the flat tensor
+    """Return where a sample lies, in all of a tensor: at a stride, or where that would leave out more than a tenth of
+    its end, at multiples of a golden section; in a tensor with fewer elements some are there more than once."""
+    if elements < wanted: return torch.arange(wanted, device=device) * elements // wanted
+    stride = _stride(elements, last, wanted)
+    if stride * wanted >= 0.9 * elements: return slice(0, wanted * stride, stride)
+    step = round(elements * (math.sqrt(5) - 1) / 2)
+    while math.gcd(step, elements) > 1: step += 1
+    return (torch.arange(wanted, device=device) * step % elements).sort().values
+
 
 # %% ../../nbs/watching/01_sums.ipynb #84d0e590
 @torch.no_grad()
@@ -325,8 +350,8 @@ def code_counts(
     fmt: FP8Format,
 ) -> Tensor:  # int64 [256]; of formats with more bits, by the top 8
     """Count the elements of a rounded tensor that have each code;
-    of a large tensor, elements at equal distances."""
-    every = max(1, y.numel() // COUNTED)
+    of a large tensor, elements at equal distances, from all columns."""
+    every = _stride(y.numel(), y.shape[-1] if y.dim() else 1, COUNTED)
     s = scale.expand(y.shape).reshape(-1)[::every] if scale.dim() else scale
     q = y.reshape(-1)[::every].float() / s
     counts = histogram_of(q, fmt)
@@ -334,15 +359,12 @@ def code_counts(
     return torch.cat([counts, counts.new_zeros(256 - len(counts))])
 
 # %% ../../nbs/watching/01_sums.ipynb #5b9c717b
-@cache
-def _sample_index(n: int, device: torch.device) -> Tensor:
-    return torch.arange(SAMPLE, device=device) * n // SAMPLE
-
 def sample(
     x: Tensor,  # of any shape, not empty
 ) -> Tensor:  # float32 [`SAMPLE`]
-    "`SAMPLE` elements of a tensor, at equal distances; repeated where it has fewer."
-    return x.reshape(-1)[_sample_index(x.numel(), x.device)].float()
+    "`SAMPLE` elements from all of a tensor; repeated where it has fewer."
+    last = x.shape[-1] if x.dim() else 1
+    return x.reshape(-1)[places_of(x.numel(), last, SAMPLE, str(x.device))].float()
 
 # %% ../../nbs/watching/01_sums.ipynb #dcf9b452
 def sample_scale(

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 # %% ../../nbs/watching/06_thresholds.ipynb #e94c26e0
-from ..basics import InputError, unknown
+from ..basics import InputError, one_line, unknown
 from ..numbers.formats import EIGHT_BIT, FORMATS, FP8Format, get_format
 from ..geometry.storage import GridTensor, make_grid_tensor
 from ..model.surgery import quantized_layers, quantizers
@@ -48,10 +48,14 @@ class Thresholds:
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name == "strict" or value is None: continue
-            if not isinstance(value, (int, float)) or not math.isfinite(value):
+            if type(value) is bool or not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise InputError(f"{f.name} must be a finite number or None, not {value!r}")
-        if self.patience is None or self.patience < 3:
-            raise InputError(f"patience must be at least 3 steps, not {self.patience}")
+        if type(self.patience) is not int or self.patience < 3:
+            raise InputError(f"patience must be a whole number of steps, at least 3, not {self.patience}")
+        one = isinstance(self.strict, str) or not isinstance(self.strict, Iterable)
+        object.__setattr__(self, "strict", (self.strict,) if one else tuple(self.strict))
+        if not all(isinstance(glob, str) for glob in self.strict):
+            raise InputError(f"strict takes globs over names of layers, not {self.strict!r}")
 
     def limit(self, layer: str, metric: str) -> tuple[float | None, bool]:
         "The line for a layer's metric (None: no warning), and whether healthy is below it."
@@ -125,6 +129,15 @@ def converged(
     fall = -(slope - 2 * error) * (t[-1] - t[0])
     return fall < tolerance * abs(float(np.mean(y)))
 
+# %% ../../nbs/watching/06_thresholds.ipynb #9ecfdea4
+def _check_keys(state: Any, mine: dict[str, Any]) -> None:
+    "InputError for a state that has not the entries of mine, each of the same kind."
+    kinds = {key: type(value) for key, value in mine.items()}
+    if isinstance(state, dict) and {key: type(value) for key, value in state.items()} == kinds: return
+    told = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__
+    raise InputError(f"a state with {one_line(told, 80)} is none with {', '.join(mine)}")
+
+
 # %% ../../nbs/watching/06_thresholds.ipynb #a73815be
 class Alarms:
     "A watch over measurements and losses that tells when a line is crossed."
@@ -175,7 +188,8 @@ class Alarms:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Restore what `state_dict` gave."
+        "Restore what `state_dict` gave; InputError for what it does not give."
+        _check_keys(state, self.state_dict())
         self.ringing, self.first = set(state["ringing"]), dict(state["first"])
         self.losses.clear()
         self.losses.extend(state["losses"])
@@ -245,6 +259,7 @@ def _fit_gradients(model: nn.Module, step: int, m: Measurement, limit: float | N
     for (layer, kind), q in quantizers(model).items():
         rate = m.values.get(f"quantization/{layer}/{kind}/overflow_rate", 0.0)
         if "gradient" not in kind or q.fit or not _beyond(rate, limit): continue
+        if q.precision.granularity != "tensor": continue  # a block's scale is its own, and overflows by rounding alone
         q.fit, why = True, f"{rate:.1%} of its {kind.replace('_', ' ')} overflowed"
         events.append(Event(step, "fit_gradients", layer, why))
     return events
@@ -306,6 +321,10 @@ class Interventions:
         return {key: getattr(self, key) for key in ("bad", "stalled", "last", "moved")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Restore what `state_dict` gave, before weights and optimizers are loaded."
+        """Restore what `state_dict` gave, before weights and optimizers are loaded; InputError for what it does not
+        give, and for formats of layers that are not there."""
+        _check_keys(state, self.state_dict())
+        layers = dict(quantized_layers(self.model))
+        if lost := sorted(state["moved"].keys() - layers.keys()): raise unknown("layer", lost[0], layers)
         for key, value in state.items(): setattr(self, key, value)
         set_weight_format(self.model, self.optimizers, self.moved)

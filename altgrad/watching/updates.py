@@ -148,7 +148,7 @@ def _by_native(
     if library is None or how.wide or not N.holds_numbers(after): return None
     if not before.dtype == after.dtype == torch.float32: return None
     if not (before.is_contiguous() and after.is_contiguous()): return None
-    if any(s.shape != (len(before), 1) for s in scales): return None
+    if any(s.numel() != len(before) or len(s) != len(before) for s in scales): return None
     how = how._replace(multiply=True, scaling="divide")
     own = [s.reshape(-1).contiguous() for s in scales]
     moved = N.count_moved(library, before, after, (own[0], own[1]), K.native_grid(grid, how), K.native_call(how, None))
@@ -157,7 +157,7 @@ def _by_native(
 # %% ../../nbs/watching/03_updates.ipynb #0ea9fae5
 @torch.no_grad()
 def update_sums(
-    before: Tensor,  # float32 weights [out, in]
+    before: Tensor,  # float32 weights [out, ...]
     after: Tensor,  # the same shape
     scale: Tensor,  # before, broadcastable to the weights
     scale_after: Tensor,  # broadcastable to the weights
@@ -167,7 +167,7 @@ def update_sums(
     grid, facts = K.grid_of(fmt, torch.float32)
     how = K.How(rounding="nearest", overflow="saturate", random_bits=24, multiply=False,
                 scaling="none", out=torch.float32, clip=False, **facts)
-    rows = (len(before), 1)
+    rows = (len(before), *[1] * (before.dim() - 1))
     s, s2 = (t.float() if t.dim() > 1 else t.float().expand(rows) for t in (scale, scale_after))
     found = _by_native(before, after, (s, s2), grid, how)
     if found is not None: return found
@@ -213,7 +213,7 @@ def _weight_now(m: Quantized) -> _Weight:
 
 # %% ../../nbs/watching/03_updates.ipynb #5f2b1d8e
 class Origin(NamedTuple):
-    "The sampled weights of a layer as they were when the run began."
+    "The sampled weights of a layer as they were when the run began, or got another format."
     codes: Tensor  # their code coordinates under the scale
     scale: Tensor
 
@@ -257,6 +257,7 @@ class UpdateCounts:
     def __init__(self, model: nn.Module):
         self.layers = dict(quantized_layers(model))
         self.origin: dict[str, Origin] = {}
+        self.formats: dict[str, FP8Format] = {}  # of the codes where weights began
 
     @torch.no_grad()
     def start(self) -> None:
@@ -293,7 +294,8 @@ class UpdateCounts:
         shrink = decay.get(id(m.weight), 0.0) if nearest else 0.0
         scale = sample_scale(old.scale, now.values.shape)
         found = _Sample(sample(old.values), sample(now.values), scale, shrink)
-        if name not in self.origin:
+        if name not in self.origin or self.formats.setdefault(name, fmt) != fmt:  # after a moved bit anew
+            self.formats[name] = fmt
             codes = code_coordinate(found.before / scale, fmt)
             self.origin[name] = Origin(codes, scale)
         return found

@@ -125,7 +125,11 @@ class _Rounder:
         return float((there & (self(x, -1) == 0)).sum() / there.sum().clamp(min=1))
 
 def _error(exact: Tensor, rounded: Tensor) -> float:
-    return float((rounded - exact).norm() / exact.norm())
+    return float(torch.linalg.vector_norm(rounded - exact) / torch.linalg.vector_norm(exact))
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    "A product in float64, as gradients may be so small or large that float32 could not hold their squares."
+    return a.double() @ b.double()
 
 def _layer(name: str, kept: dict[str, Tensor], q: _Rounder) -> Loss:
     "What one layer would lose."
@@ -139,9 +143,9 @@ def _layer(name: str, kept: dict[str, Tensor], q: _Rounder) -> Loss:
     w = w.nan_to_num(0.0, 0.0, 0.0)
     x, g = (None if t is None else t.nan_to_num(0.0, 0.0, 0.0) for t in (x, g))
     out = back = grad = math.nan
-    if linear and x is not None: out = _error(x @ w.T, q(x, -1) @ q(w, -1).T)
-    if linear and g is not None: back = _error(g @ w, q(g, -1) @ q(w, 0))
-    if linear and g is not None and x is not None: grad = _error(g.T @ x, q(g, 0).T @ q(x, 0))
+    if linear and x is not None: out = _error(_product(x, w.T), _product(q(x, -1), q(w, -1).T))
+    if linear and g is not None: back = _error(_product(g, w), _product(q(g, -1), q(w, 0)))
+    if linear and g is not None and x is not None: grad = _error(_product(g.T, x), _product(q(g, 0).T, q(x, 0)))
     return Loss(name, q.lost(x), q.lost(w), q.lost(g), out, back, grad, nonfinite)
 
 # %% ../../nbs/watching/14_what_if.ipynb #7871c834
