@@ -1464,7 +1464,8 @@ def test_one_spike_is_no_divergence_however_often_the_loss_is_told(every):
 
 def test_a_folder_that_is_no_path_is_refused_at_once():
     layer = nn.Linear(2, 2)
-    with pytest.raises(InputError, match="folder"): altgrad.record(layer, torch.optim.SGD(layer.parameters(), 0.1), folder=5)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    with pytest.raises(InputError, match="folder"): altgrad.record(layer, optimizer, folder=5)
 
 
 def test_a_batch_without_tokens_leaves_a_sparse_gradient_and_a_recorder(capsys):
@@ -1485,7 +1486,8 @@ def test_tiny_and_huge_gradients_lose_what_others_lose(tmp_path):
     g = torch.Generator().manual_seed(0)
     kept = {key: torch.randn(16, 16, generator=g) for key in ("weight", "input", "gradient")}
     def lost(size):
-        row = _layer("0", {**kept, "gradient": kept["gradient"] * size}, _Rounder(get_format("E4M3"), "tensor", "nearest", None))
+        q = _Rounder(get_format("E4M3"), "tensor", "nearest", None)
+        row = _layer("0", {**kept, "gradient": kept["gradient"] * size}, q)
         return row.error_input, row.error_weight
     # scales by powers of two move no bit of normal numbers; others are half a spacing of float32 apart
     for size in (2.0**-80, 2.0**66): assert lost(size) == pytest.approx(lost(1.0), rel=1e-6)
