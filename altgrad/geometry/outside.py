@@ -139,6 +139,7 @@ def _refuse_edited(name: _Name, value: Any, sha: str) -> None:
         raise InputError(f"{name.place} was edited after its import, and {name.what} is still the old "
                          "one: start Python anew, or reload the module")
 
+# %% ../../nbs/geometry/07_outside.ipynb #2ec46e99
 def _load(name: _Name, text: str) -> tuple[str, Any]:
     "Full name and value of what a text defines."
     sha = _hash_of(name, text)

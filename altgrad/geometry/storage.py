@@ -643,6 +643,7 @@ def _load_afresh(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
     try: state[name] = _made_alike(mine, given.to(mine.device))
     except InputError as e: raise InputError(f"{name}: {e}") from None
 
+# %% ../../nbs/geometry/03_storage.ipynb #fd210b48
 def store_on_grid(
     model: nn.Module,  # quantized by `quantize_model`; changed in place
     storage: str,  # one of `STORAGES` but `fp32`; `master` changes nothing
