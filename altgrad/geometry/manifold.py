@@ -35,13 +35,6 @@ def _with_slope(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and x.requires_grad): return value
     return value.detach() + slope.detach() * (x - x.detach())
 
-def _on_manifold(fmt: FP8Format | str) -> FP8Format:
-    "The format; InputError for one without a sign, or in two's complement."
-    found = signed_format(fmt)
-    check_sign_magnitude(found)
-    return found
-
-
 # %% ../../nbs/geometry/01_manifold.ipynb #df0b4ed7
 def _note_scale(m: Any, _: Any = None) -> None:
     """InputError for a manifold's scale that is not positive and finite; notes whether points may be float32.
@@ -83,7 +76,7 @@ class FP8Manifold(geoopt.Manifold):
         scale: Tensor | float = 1.0,
     ):
         super().__init__()
-        self.fmt, self.damping, self.floor_octaves = _on_manifold(fmt), damping, floor_octaves
+        self.fmt, self.damping, self.floor_octaves = check_sign_magnitude(signed_format(fmt)), damping, floor_octaves
         self.register_buffer("scale", _as_scale(scale))
         _note_scale(self)
         self.register_load_state_dict_post_hook(_note_scale)

@@ -133,8 +133,7 @@ class GeometryOptimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         group = self.param_groups[-1]
         try:
-            group["fmt"] = signed_format(group["fmt"])
-            check_sign_magnitude(group["fmt"])
+            group["fmt"] = check_sign_magnitude(signed_format(group["fmt"]))
             _check_common(group)
             self.check(group)
         except InputError:

@@ -51,13 +51,14 @@ def stiffness_floor(
     )
 
 # %% ../../nbs/geometry/00_spacing.ipynb #e97467bd
-def check_sign_magnitude(fmt: FP8Format) -> None:
-    """InputError for a format whose codes do not count outwards from zero:
+def check_sign_magnitude(fmt: FP8Format) -> FP8Format:
+    """Return the format; InputError for one whose codes do not count outwards from zero:
     two's complement, or no zero."""
     if fmt.twos_complement or not fmt.has_zero:
         raise InputError(
             f"the geometry takes formats of sign and magnitude with a zero, not {fmt.name}"
         )
+    return fmt
 
 # %% ../../nbs/geometry/00_spacing.ipynb #514153e2
 def _wide(w: Tensor, fmt: FP8Format) -> Tensor:

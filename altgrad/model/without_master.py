@@ -29,7 +29,7 @@ from ..geometry.rivals.moments import (MOMENTS, SIGNED, SMALLEST, begin_anew, is
 from ..geometry.storage import (GridTensor, check_parts, encode, grown_scales, kept_finite,
                                       make_grid_tensor)
 from .parallel import world
-from .surgery import SKIP
+from .surgery import SKIP, globs_of
 from ..numbers.blocks import grown
 from ..numbers.formats import check_seed, signed_format
 from ..numbers.kernels import is_readable, rounding_key
@@ -583,15 +583,9 @@ def _refuse_model(model: Any) -> None:
 def _is_skipped(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
-def _globs(skip: Any) -> tuple[str, ...]:
-    "The globs of names that are left alone; InputError for what is none."
-    found = (skip,) if isinstance(skip, str) or not isinstance(skip, Iterable) else tuple(skip)
-    if all(isinstance(glob, str) for glob in found): return found
-    raise InputError(f"skip takes globs over names of layers, not {skip!r}")
-
 def _layers(model: nn.Module, skip: Iterable[str]) -> dict[str, Any]:
     "The plain linear layers with a weight that trains, by name; InputError where there are none."
-    skip = _globs(skip)
+    skip = globs_of("skip", skip)
     linear = {
         name: m for name, m in model.named_modules()
         if type(m) in _kinds() and "weight" in m._parameters  # weight_norm and prune compute theirs

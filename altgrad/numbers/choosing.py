@@ -232,13 +232,12 @@ class Recommendation(list):
 def _sampled(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     "The larger half of a sample: the largest of `x`; the rest: others, drawn, for all that are left."
     top = (size + 1) // 2
-    order = x.abs().argsort(descending=True)
-    drawn = torch.randint(top, len(x), (size - top,), generator=torch.Generator().manual_seed(0))
-    at = torch.cat([torch.arange(top), drawn]).to(x.device)
+    largest = x.abs().topk(top).indices
+    rest = torch.ones_like(x, dtype=torch.bool).index_fill_(0, largest, False).nonzero().flatten()
+    drawn = torch.randint(len(rest), (size - top,), generator=torch.Generator().manual_seed(0))
     each = torch.ones(size, dtype=torch.float64, device=x.device)
-    each[top:] = (len(x) - top) / max(1, size - top)
-    return x[order[at]], each
-
+    each[top:] = len(rest) / max(1, size - top)
+    return x[torch.cat([largest, rest[drawn.to(x.device)]])], each
 
 # %% ../../nbs/numbers/05_choosing.ipynb #cf6f2e63
 def recommend_format(

@@ -19,11 +19,12 @@ from typing import Any, Mapping, NamedTuple
 
 # %% ../../nbs/views/02_autopsy.ipynb #7972f902
 from ..basics import COLORS, INK, InputError, in_figure_style, tell
+from ..watching.metrics import is_pooled
 from ..watching.thresholds import Alarms
 from ..training.experiment import MAY_DIFFER
 from ..training.tracking import StoredRun, check_log, state_of
 from ..training.trainer import succeeded
-from .watch import LIMITS, Tail, event_text, is_pooled, limits_of, parse_metric, rows_of
+from .watch import LIMITS, Tail, event_text, limits_of, parse_metric, rows_of
 
 # %% ../../nbs/views/02_autopsy.ipynb #fcdcdac1
 PATIENCE = 5  # consecutive values beyond a limit
@@ -61,8 +62,7 @@ def out_of_range(
     """List what left its range: one finding for each quantity and layer;
     the whole model's rate only where no layer has its own."""
     everything = dict.fromkeys(chain.from_iterable(rows))
-    names = [name for name in everything if parse_metric(name).quantity in limits]
-    names = [name for name in names if not is_pooled(name)]
+    names = [name for name in everything if parse_metric(name).quantity in limits and not is_pooled(name)]
     layered = {parse_metric(name).quantity for name in names if parse_metric(name).layer}
     found = []
     for name in names:

@@ -153,7 +153,6 @@ def sampled(
     last = t.shape[-1] if t.dim() else 1
     return t.reshape(-1)[places_of(t.numel(), last, watched, str(t.device))]
 
-
 # %% ../../nbs/watching/15_loops.ipynb #1b580d99
 SHOWN = 20  # rows, at most
 
@@ -206,7 +205,6 @@ class OpenStep:
         frame: Any = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != _TORCHS: frame = frame.f_back
         return frame
-
 
 # %% ../../nbs/watching/15_loops.ipynb #1b580d9a
 class _Others:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Sums', 'FROM_SUMS', 'FROM_CODES', 'QUANTIZATION', 'UPDATES', 'GRADIENTS', 'SHADOW', 'ATTENTION', 'HEALTH', 'TRAINING',
-           'METRICS', 'BY_LAYER', 'Metric', 'MetricGroup', 'Codes']
+           'METRICS', 'BY_LAYER', 'Metric', 'MetricGroup', 'Codes', 'is_pooled']
 
 # %% ../../nbs/watching/00_metrics.ipynb #df37007c
 import math
@@ -330,3 +330,10 @@ TRAINING = MetricGroup(
 # %% ../../nbs/watching/00_metrics.ipynb #3396fc63
 METRICS = (TRAINING, QUANTIZATION, UPDATES, GRADIENTS, SHADOW, ATTENTION, HEALTH)
 BY_LAYER = (*(group.path.split("/")[0] for group in METRICS if "<layer>" in group.path), "histograms")
+
+# %% ../../nbs/watching/00_metrics.ipynb #d24e03ec
+def is_pooled(
+    path: str,  # of a metric
+) -> bool:
+    "Return whether a metric is that of all layers together."
+    return path.split("/")[1:2] == ["all"]

@@ -23,6 +23,7 @@ from ..basics import InputError
 from ..model.gpt import attention_entropy
 from ..model.parallel import rank, total
 from ..model.products import CLASSES
+from .metrics import is_pooled
 from .points import PointCounts, point_metrics
 from .sums import Parcel, compiles, rows_of
 from .updates import Origin, UpdateCounts, decay_rates, plain_weight, update_metrics
@@ -66,9 +67,10 @@ class GradientCounts:
             before = self.silent.get(name, torch.zeros_like(rows)).to(rows.device)
             self.silent[name] = torch.where(rows < self.dead_below, before + 1, 0)
             dead = (self.silent[name] >= self.dead_after).float().mean()
-            norm, elements = torch.linalg.vector_norm(g, dtype=torch.float64), dead.new_full((), g.numel())
-            sums = GradientSums(norm, rows.amax(), g.mean(dtype=torch.float64), dead, elements)
-            parcel["gradients", name] = torch.stack([one.double() for one in sums])
+            wide = torch.promote_types(g.dtype, torch.float32)  # squares leave the range of float16
+            norm, elements = torch.linalg.vector_norm(g, dtype=wide), dead.new_full((), g.numel())
+            sums = GradientSums(norm, rows.amax(), g.mean(dtype=wide), dead, elements)
+            parcel["gradients", name] = torch.stack([one.to(wide) for one in sums])
 
 # %% ../../nbs/watching/04_monitors.ipynb #67bf0eb1
 def _snr(g: GradientSums) -> float:
@@ -191,13 +193,13 @@ class Measurement:
     def overall(self) -> dict[str, float]:
         "The values that stand for the whole model."
         known = {path: value for path, value in self.values.items() if not math.isnan(value)}
-        return {path: value for path, value in known.items() if path.split("/")[1:2] == ["all"]}
+        return {path: value for path, value in known.items() if is_pooled(path)}
 
     def by_layer(self, groups: Container[str]) -> dict[str, float | np.ndarray]:
         "The values of single layers, of some of the groups `BY_LAYER`; of histograms the counts by code."
         found: dict[str, float | np.ndarray] = {
             path: value for path, value in self.values.items()
-            if not math.isnan(value) and path.split("/")[0] in groups and path.split("/")[1] != "all"
+            if not math.isnan(value) and path.split("/")[0] in groups and not is_pooled(path)
         }
         return found | (self.histograms if "histograms" in groups else {})
 

@@ -21,6 +21,7 @@ import numpy as np
 from ..basics import (COLORS, INK, LARGEST_RECORD, InputError, make_folder, one_line,
                             parse_json, read_parquet, read_small, remove_leftovers, tell,
                             write_atomic)
+from .metrics import is_pooled
 from .monitors import Measurement
 
 # %% ../../nbs/watching/05_series.ipynb #a0e581fb
@@ -43,7 +44,7 @@ def plot_by_layer(
     for ax, metric in zip(axes[:, 0], metrics):
         for path, (steps, values) in series.items():
             if not f"/{path}".endswith(f"/{metric}"): continue
-            if path.split("/")[1:2] == ["all"]: ax.plot(steps, values, color=INK, lw=2)
+            if is_pooled(path): ax.plot(steps, values, color=INK, lw=2)
             else: ax.plot(steps, values, color=COLORS["E4M3"], lw=0.7, alpha=0.6)
         if metric in limits: ax.axhline(limits[metric], color=COLORS["E7M0"], ls=":", lw=1)
         ax.set(ylabel=metric.replace("/", "\n"), yscale="log" if metric in log else "linear")
@@ -122,7 +123,7 @@ def _histogram_rows(measurements: Iterable[Measurement]) -> Iterator[tuple[str, 
 def _write_parts(folder: Path, waiting: list[Measurement]) -> dict[str, str]:
     "Writes measurements as parts named after the last one's step; the parts with their hashes."
     values = [row for row in _value_rows(waiting) if not math.isnan(row[2])]
-    counts = [row for row in _histogram_rows(waiting) if row[0].split("/")[1] != "all"]
+    counts = [row for row in _histogram_rows(waiting) if not is_pooled(row[0])]
     tables = {"values": _table(values, "value", np.float32)}
     if counts: tables["histograms"] = _table(counts, "counts", np.int32)
     names = {kind: f"{kind}-{waiting[-1].step:08d}.parquet" for kind in tables}
@@ -179,9 +180,9 @@ class SeriesLog:
 # %% ../../nbs/watching/05_series.ipynb #67d48bdc
 def _read_parts(folder: Path, kind: str, column: str) -> Iterator[tuple[str, int, Any]]:
     "The rows of one kind of part; InputError for a part, or a list of them, that is damaged, and for a missing part."
-    listed = _listed(folder) or {}
-    if not listed and (folder / "parts.json").is_file() and _listed(folder) is None:
-        raise InputError(f"{folder / 'parts.json'} is damaged")
+    listed = _listed(folder)
+    if listed is None and (folder / "parts.json").is_file(): raise InputError(f"{folder / 'parts.json'} is damaged")
+    listed = listed or {}  # a run that is killed at its first part has none
     there = {path.name for path in folder.glob(f"{kind}-*.parquet") if _step_of(path.name) >= 0}
     for part in sorted(there | {part for part in listed if part.startswith(kind)}):
         path = folder / part

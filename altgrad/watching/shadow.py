@@ -101,7 +101,8 @@ class Shadow:
         for name, h in shadow_gradients(self.model, batches, self.states, self.loss).items():
             if (own := weights[name].grad) is None: continue
             g, h = own.double(), h.double()  # squares leave the range of narrower types
-            pairs = ShadowSums((g, h), (g, g), (h, h), (g - h, g - h))
+            error = g - h
+            pairs = ShadowSums((g, h), (g, g), (h, h), (error, error))
             sums = torch.stack([(a * b).sum() for a, b in pairs])
             rounds = isinstance(self.model.get_submodule(name), Quantized)
             parcel["shadow", name, rounds] = sums

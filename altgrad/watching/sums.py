@@ -341,7 +341,6 @@ def places_of(
     while math.gcd(step, elements) > 1: step += 1
     return (torch.arange(wanted, device=device) * step % elements).sort().values
 
-
 # %% ../../nbs/watching/01_sums.ipynb #84d0e590
 @torch.no_grad()
 def code_counts(

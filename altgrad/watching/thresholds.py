@@ -22,7 +22,8 @@ from torch import nn
 from ..basics import InputError, one_line, unknown
 from ..numbers.formats import EIGHT_BIT, FORMATS, FP8Format, get_format
 from ..geometry.storage import GridTensor, make_grid_tensor
-from ..model.surgery import quantized_layers, quantizers
+from ..model.surgery import globs_of, quantized_layers, quantizers
+from .metrics import is_pooled
 from .monitors import Measurement
 
 # %% ../../nbs/watching/06_thresholds.ipynb #230e1ac5
@@ -52,10 +53,7 @@ class Thresholds:
                 raise InputError(f"{f.name} must be a finite number or None, not {value!r}")
         if type(self.patience) is not int or self.patience < 3:
             raise InputError(f"patience must be a whole number of steps, at least 3, not {self.patience}")
-        one = isinstance(self.strict, str) or not isinstance(self.strict, Iterable)
-        object.__setattr__(self, "strict", (self.strict,) if one else tuple(self.strict))
-        if not all(isinstance(glob, str) for glob in self.strict):
-            raise InputError(f"strict takes globs over names of layers, not {self.strict!r}")
+        object.__setattr__(self, "strict", globs_of("strict", self.strict))
 
     def limit(self, layer: str, metric: str) -> tuple[float | None, bool]:
         "The line for a layer's metric (None: no warning), and whether healthy is below it."
@@ -137,7 +135,6 @@ def _check_keys(state: Any, mine: dict[str, Any]) -> None:
     told = ", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__
     raise InputError(f"a state with {one_line(told, 80)} is none with {', '.join(mine)}")
 
-
 # %% ../../nbs/watching/06_thresholds.ipynb #a73815be
 class Alarms:
     "A watch over measurements and losses that tells when a line is crossed."
@@ -168,7 +165,7 @@ class Alarms:
         """Return an alert if a metric of one layer crosses its line;
         ranks are compared with what they were."""
         parts = path.split("/")
-        if len(parts) < 3 or parts[1] == "all" or math.isnan(value): return None
+        if len(parts) < 3 or is_pooled(path) or math.isnan(value): return None
         limit, below = self.thresholds.limit(parts[1], parts[-1])
         if limit is None: return None
         if parts[0] == "health": limit *= self.first.setdefault(path, value)
@@ -239,8 +236,10 @@ def set_weight_format(
     formats: dict[str, str],  # layer to the spec of its new format
 ) -> None:
     """Changes weight formats in the middle of a run,
-    or after a restart before weights are loaded; moments stay."""
+    or after a restart before weights are loaded; moments stay. InputError for a layer that is not there."""
     layers, new = dict(quantized_layers(model)), {}
+    for name in formats:
+        if name not in layers: raise unknown("layer", name, layers)
     for name, spec in formats.items():
         q, weight, fmt = layers[name].points["weight"], layers[name].weight, get_format(spec)
         new[q.format] = fmt
@@ -324,7 +323,5 @@ class Interventions:
         """Restore what `state_dict` gave, before weights and optimizers are loaded; InputError for what it does not
         give, and for formats of layers that are not there."""
         _check_keys(state, self.state_dict())
-        layers = dict(quantized_layers(self.model))
-        if lost := sorted(state["moved"].keys() - layers.keys()): raise unknown("layer", lost[0], layers)
+        set_weight_format(self.model, self.optimizers, state["moved"])
         for key, value in state.items(): setattr(self, key, value)
-        set_weight_format(self.model, self.optimizers, self.moved)
