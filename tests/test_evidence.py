@@ -222,7 +222,8 @@ def test_runs_whose_weights_may_differ_are_not_compared(headlines):
     rows = [{**one, "power": p} for p in (0.0, 1.0)]
     assert evidence.same_weights(rows).verdict == "holds"
     assert evidence.same_weights([*rows, {**one, "weights_sha": "b"}]).verdict == "refuted"
-    for change in ({"task": {**one["task"], "steps": 400}}, {"moments": "dynamic8"}, {"weight_decay": 0.1}):
+    for change in ({"task": {**one["task"], "steps": 400}}, {"moments": "dynamic8"}, {"weight_decay": 0.1},
+                   {"code": "0" * 16}, {"instrument": "0" * 16}, {"engine": "batched"}):
         assert evidence.same_weights([*rows, {**one, **change, "weights_sha": "b"}]).verdict == "holds"
 
 

@@ -1,7 +1,10 @@
 """Runs that end before their last step, go on, or are changed on the way: what their folders keep of it."""
+import io
+
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from altgrad.basics import InputError
 from altgrad.evidence.stability import _ARM, thresholds_of
@@ -13,7 +16,8 @@ from altgrad.training.experiment import compare, find_config
 from altgrad.training.tracking import StoredRun
 from altgrad.training.trainer import Trainer, Watch, trained_model
 from altgrad.views.autopsy import advice, autopsy
-from altgrad.views.watch import plot_run
+from altgrad.views.watch import plot_run, render_ledger
+from altgrad.views.workspace import _history
 from tiny import TEXT
 
 TINY = dict(name="run", model="gpt-tiny", max_steps=12, batch_size=4, block_size=16, warmup_steps=2, eval_every=4,
@@ -110,6 +114,20 @@ def test_settings_are_judged_together_with_their_file(tmp_path):
     with pytest.raises(InputError, match="monitor_every"): find_config(str(file))
     with pytest.raises(InputError, match="format is null"): make_config({"format": None, "rule_lr": 0.001})
     with pytest.raises(InputError, match="intervention"): make_config({"monitor_every": 1, "interventions": ","})
+
+
+def test_failed_runs_take_no_time_and_a_null_stage_is_one(tmp_path):
+    rows = [{"run": "a", "stage": None, "seconds": 10.0, "val_loss": 1.0, "format": "E4M3", "storage": "master",
+             "rule": "adamw", "lr": 0.1, "seed": 0}, {"run": "b", "stage": "tune", "error": "MemoryError"},
+            {"run": "c", "stage": "tune", "seconds": 10.0}]
+    out = io.StringIO()
+    Console(file=out, width=120).print(render_ledger(tmp_path / "ledger.jsonl", rows))
+    tune = next(line for line in out.getvalue().splitlines() if line.strip("│ ").startswith("tune "))
+    assert tune.strip("│ ").split() == ["tune", "2", "1", "10.0"]
+
+
+def test_the_last_mean_of_a_curve_stands_at_a_step_that_was_made():
+    assert [step for step, _ in _history({"steps": 13, "curve": [3.0, 2.9]})] == [10, 13]
 
 
 def test_one_checkpoint_shows_nothing():

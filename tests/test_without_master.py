@@ -475,6 +475,31 @@ def test_a_state_of_another_grid_is_refused_and_a_plain_one_begins_afresh():
         for part, value in grid.parts().items(): assert part == "writes" or torch.equal(value, theirs[part])
 
 
+@pytest.mark.parametrize("part, given", (
+    ("kind", torch.tensor([255, 254], dtype=torch.uint8)), ("kind", torch.tensor([300])), ("kind", torch.tensor([1.5])),
+    ("kind", torch.tensor(1, dtype=torch.uint8)), ("seed", torch.tensor([1])), ("seed", torch.tensor(1)),
+    ("seed", torch.tensor([1.0, 2.0])),
+))
+def test_damaged_facts_of_a_grid_are_one_line(part, given):
+    model = network()
+    altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    state = model.state_dict()
+    name = next(key for key in state if key.endswith(f"weight_{part}"))
+    with pytest.raises(InputError): model.load_state_dict({**state, name: given})
+
+
+def test_what_an_optimizer_says_once_a_meter_does_not_say_again(capsys):
+    model = network()
+    optimizer = altgrad.without_master(model, torch.optim.AdamW, lr=1e-3)
+    with altgrad.stall(model, optimizer, 1):
+        for step in range(2):
+            x, y = batch(step)
+            (nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) * float("nan")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert capsys.readouterr().err.count("moments begin anew") == 1
+
+
 KINDS = {
     "adamw8": (torch.optim.AdamW, {}), "adamw32": (torch.optim.AdamW, {"moments": 32}),
     "lion": (Lion, {}), "sgd": (torch.optim.SGD, {"momentum": 0.9}),

@@ -373,7 +373,8 @@ def _code_panel(fig, ax, run: StoredRun, color: str) -> None:
     if len(steps) > 1:
         ax.imshow(np.log1p(counts).T, aspect="auto", origin="lower",
                   extent=(steps[0], steps[-1], 0, len(counts[0])), cmap="magma")
-        ax.set_title(f"codes of {parse_metric(name).layer.removeprefix('blocks.')} (log of the count)")
+        layer = parse_metric(name).layer.removeprefix("blocks.").removesuffix("/weight")
+        ax.set_title(f"codes of {layer} (log of the count)")
         ax.set_xlabel("step", fontsize=10)
         ax.set_ylabel("code", fontsize=10)
     else:
