@@ -143,7 +143,8 @@ def test_the_ids_of_stored_rows_are_those_of_their_arms():
 
 def test_thresholds_on_two_texts_are_two():
     row = {**asdict(Arm()), "stage": "max-lr", "task": {"steps": 200}}
-    def rows(rate, ends, **how): return [{**row, "lr": rate, "diverged": ends, **how} for _ in range(3)]
+    def rows(rate, ends, **how):
+        return [{**row, "lr": rate, "diverged": ends, "seed": seed, **how} for seed in (3000, 3001, 3002)]
     for how in ({"corpus": "laws"}, {"checkpoint": "stdlib-0.8m-0"}, {"placement": "gradient"}, {"floor_octaves": 4.0},
                 {"task": {"steps": 400}}):
         one, other = thresholds_of(rows(0.1, False) + rows(0.05, True, **how))
