@@ -523,17 +523,17 @@ class Ledger:
         or whose values cannot be a run's."""
         if not os.path.lexists(self.path): return []
         if not self.path.is_file(): raise InputError(f"{self.path} is not a file")
-        try: *lines, torn = self.path.read_bytes().split(b"\n")
+        try: content = self.path.read_bytes()
         except OSError as e: raise InputError(f"cannot read {self.path}: {e.strerror}") from None
+        torn = _torn_line(content)
         if b"\r" in torn:  # a line that was cut off has none
             raise InputError(f"{self.path} is damaged: its lines must end with a newline, not a carriage return")
-        rows = [read_line(line) for line in lines]
-        if None in rows[:-1]:
-            raise InputError(
-                f"{self.path} is damaged in line {rows.index(None) + 1}; remove that line"
-            )
-        return check_rows([row for row in rows if row is not None],
-                          f"{self.path} is damaged in line")
+        rows = []
+        for number, line in enumerate(content.removesuffix(torn).split(b"\n")[:-1], 1):
+            if (row := read_line(line)) is None:
+                raise InputError(f"{self.path} is damaged in line {number}; remove that line")
+            rows.append(row)
+        return check_rows(rows, f"{self.path} is damaged in line")
 
     def _repr_html_(self) -> str: return _html(self)
 
@@ -562,13 +562,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e7b5c562
+def _torn_line(content: bytes) -> bytes:
+    "The last line, where a power cut tore it: no newline ends it, or it has zeros for a lost block."
+    last = content[content.rfind(b"\n", 0, -1) + 1:]
+    return last if b"\0" in last or not last.endswith(b"\n") else b""
+
 def _drop_torn_line(path: Path) -> None:
-    "Cuts off what follows the last whole line."
+    "Cuts off a last line that was torn."
     content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole and read_line(content[:whole].rstrip(b"\n").rpartition(b"\n")[2]) is None:
-        whole = content.rfind(b"\n", 0, whole - 1) + 1
-    if whole < len(content): os.truncate(path, whole)
+    if torn := _torn_line(content): os.truncate(path, len(content) - len(torn))
 
 # %% ../../nbs/evidence/01_sweep.ipynb #7c27793d
 def _lock(file, path: Path) -> None:
