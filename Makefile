@@ -5,9 +5,10 @@ INSTALLED := .venv/.installed
 # Tests run with an empty home folder: they neither write to yours nor find a key or a cache there, and they stay offline.
 # One thread each: two notebooks at a time with torch's default threads were over ten times slower on two busy cores (24 s against 280 s and more).
 ISOLATED := env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME -u XDG_DATA_HOME HOME="$(CURDIR)/.venv/home" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+PYTEST := $(ISOLATED) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test portable kills hostile verify referee replays bench gpu style house evidence lab export notebooks readme docs quarto
+.PHONY: help demo test slow portable kills hostile verify referee replays bench gpu style house evidence lab export notebooks readme docs quarto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -34,8 +35,12 @@ test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks' 
 	@$(ISOLATED) $(BIN)/python .ci/notebooks.py check-export
 	@echo "== nbdev_test: every notebook runs, but for four that pytest runs from the wheel"
 	@$(ISOLATED) $(BIN)/nbdev_test --n_workers 2 --timing --skip_file_re '^[_.]|^($(FROM_WHEEL))\.ipynb$$'
-	@echo "== pytest: tests/"
-	@$(ISOLATED) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests
+	@echo "== pytest: tests/, without the slow ones"
+	@$(PYTEST) -m "not slow" tests
+
+slow: $(INSTALLED) ## the tests that `make test` leaves out: long proofs beside shorter ones (five minutes)
+	@mkdir -p .venv/home
+	@$(PYTEST) -m slow tests
 
 portable: $(INSTALLED) ## the notebooks and tests whose numbers pass through sums, computed as other machines would (an hour)
 	@mkdir -p .venv/home

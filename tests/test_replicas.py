@@ -79,8 +79,9 @@ SINGLE = 1e-5  # nats: float32, by another order of additions
 def same(a: dict, b: dict) -> bool: return {**a, "seconds": 0} == {**b, "seconds": 0}
 
 
-def test_every_format_storage_and_rule_is_the_single_run_in_float64(here, outcomes):
-    cells = enumerate(itertools.product(EIGHT_BIT, STORAGES, RULES))
+@pytest.mark.parametrize("every", (5, pytest.param(1, marks=pytest.mark.slow)))
+def test_every_format_storage_and_rule_is_the_single_run_in_float64(here, outcomes, every):
+    cells = enumerate(list(itertools.product(EIGHT_BIT, STORAGES, RULES))[::every])
     arms = [
         arm(
             format=f, storage=s, seed=i, checkpoint=f"tiny-{i % 2}",

@@ -365,6 +365,7 @@ mount -o remount,size=200m {disk} && {altgrad} train {config} --out {disk} 2> {o
 """
 
 
+@pytest.mark.slow
 def test_a_small_disk_that_is_really_full(data, tmp_path, whole):
     "A file system of 24 MB holds two checkpoints of 10 MB, and not the third beside them."
     (tmp_path / "disk").mkdir()

@@ -671,7 +671,7 @@ def test_two_processes_hold_the_same_bits(start, tmp_path):
 
 
 @pytest.mark.skipif(NO_COMPILER, reason="torch's compiler needs vectors")
-@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
 def test_a_compiled_model_is_one_graph(backend):
     eager, model = network(), network()
     usual = altgrad.without_master(eager, torch.optim.AdamW, lr=1e-3)
