@@ -11,9 +11,10 @@ import lzma
 import sys
 import sysconfig
 import tarfile
+import tempfile
 from pathlib import Path
 
-from altgrad.basics import InputError
+from altgrad.basics import InputError, write_atomic
 from altgrad.training.data import NOT_LIBRARY, NOT_SHARED, _checked, _files, _walk, load_corpus
 from altgrad.evidence.study import read_ledger
 
@@ -49,18 +50,22 @@ def main(pairs: list[str]) -> int:
     wanted = {
         row["corpus"]: row["corpus_sha"] for row in read_ledger(FOLDER) if not row.get("error")
     }
-    for label, _, data in (pair.partition("=") for pair in pairs):
+    for label, equals, data in (pair.partition("=") for pair in pairs):
+        if not equals or label not in wanted:
+            sys.exit(f"{label}: give LABEL=TEXT; the labels of the ledger are {', '.join(sorted(wanted))}")
         path = FOLDER / "texts" / f"{label}.tar.xz"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(pack(documents(data)))
-        got = load_corpus(f"path:{path}").hash
+        packed = pack(documents(data))
+        with tempfile.TemporaryDirectory() as folder:
+            (trial := Path(folder) / path.name).write_bytes(packed)
+            got = load_corpus(f"path:{trial}").hash
         if got != wanted[label]:
-            path.unlink()
             sys.exit(
                 f"{label}: the hash of this text is {got[:16]}, that of the ledger's rows "
                 f"{wanted[label][:16]}"
             )
-        print(f"{path}: {path.stat().st_size / 1e6:.2f} MB, hash {got[:16]}")
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, packed)
+        print(f"{path}: {len(packed) / 1e6:.2f} MB, hash {got[:16]}")
     return 0
 
 

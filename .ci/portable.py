@@ -130,12 +130,16 @@ def fingerprint(setting: str) -> str:
     return asked(setting, "--fingerprint")
 
 
+def file_of(name: str) -> Path:
+    "A notebook or a test file."
+    return ROOT / (f"tests/{name}.py" if name.startswith("test_") else f"nbs/{name}.ipynb")
+
+
 def command(name: str) -> list[str]:
     "What runs a notebook or a test file."
-    if name.startswith("test_"):
-        return [sys.executable, "-m", "pytest", "-q", "-x", f"tests/{name}.py"]
+    if name.startswith("test_"): return [sys.executable, "-m", "pytest", "-q", "-x", str(file_of(name))]
     return [
-        str(Path(sys.executable).with_name("nbdev_test")), "--path", f"nbs/{name}.ipynb",
+        str(Path(sys.executable).with_name("nbdev_test")), "--path", str(file_of(name)),
         "--n_workers", "1", "--do_print",
     ]
 
@@ -508,7 +512,10 @@ def main() -> int:
     settings, names = (
         (list(QUICK_SETTINGS), QUICK) if args.quick else (list(SETTINGS), NOTEBOOKS + TESTS)
     )
-    return int(run_all(differing(settings), args.only or names) > 0)
+    chosen = args.only or names
+    absent = [name for name in chosen if not file_of(name).is_file()]
+    if absent: parser.error(f"there is no notebook or test {', '.join(absent)}")  # nbdev_test finds no fault
+    return int(run_all(differing(settings), chosen) > 0)
 
 
 if __name__ == "__main__": sys.exit(main())

@@ -1,5 +1,5 @@
 """Draws what the studies found on one page, nbs/images/summary.pdf, from the stored outputs of their
-pages: nothing is computed here, and no number is typed.
+pages: what was measured is read from them, and none of it is computed or typed here.
 
 python .ci/summary.py [FILE.pdf]
 """
@@ -121,8 +121,8 @@ def content() -> list[tuple[str, Any]]:
             f"above AdamW, and S^-1 ends {averaged[2]} below it. That all this is one model of 0.1M weights, "
             f"fine-tuned for {Task().steps} updates on one text, then with the two texts exchanged: "
             f"conceded, though comparisons were tuned anew on twelve other checkpoints ({twelve}), and from "
-            f"scratch the gain in E7M0 is {scratch}. At ten million weights, from scratch and at one rate, it is "
-            f"{large}: nothing. There stochastic rounding ends below master weights in E4M3 and E7M0. "
+            f"scratch the gain in E7M0 is {scratch}. At ten million weights, from scratch and at rates that were "
+            f"not tuned, it is {large}: nothing. There stochastic rounding ends below master weights in E4M3 and E7M0. "
             "The model is deeper there, its context longer, its updates fewer; which of these decides is not known."
         )),
     ]

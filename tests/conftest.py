@@ -16,7 +16,8 @@ LONG = (
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: a long proof beside a shorter one, which `make slow` runs and `make test` does not")
+    config.addinivalue_line(
+        "markers", "slow: a long proof beside a shorter one; `make slow` runs it, `make test` does not")
     config.addinivalue_line("markers", "cuda: computes on a GPU, and is skipped where there is none; see `make gpu`")
     gc.set_threshold(10_000, 10, 100)  # a ledger of ten thousand rows has the collector begin again and again
 

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,8 @@ def test_an_empty_folder_begins_with_what_is_stored(made, small, tmp_path, monke
     longer = labels.Runs(tmp_path / "longer", corpus, data, steps=2, pretraining=1)
     longer.begin()
     assert not longer.rows  # runs of another length are another study's
+    with pytest.raises(InputError, match="holds runs on other acts"):
+        labels.Runs(tmp_path / "out", replace(corpus, hash="0" * 64), data, steps=1, pretraining=1)
 
 
 def test_a_run_begins_with_what_was_pretrained_with_its_seed(made, small):

@@ -319,9 +319,49 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys)
     assert len(again) == len(rows)
     with pytest.raises(SystemExit): run("--part", "9m")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device, why in (("tpu", "invalid choice: 'tpu'"), ("cuda", "no CUDA device is available")):
-        with pytest.raises(SystemExit): run("--part", "tune", "--device", device)
-        assert why in capsys.readouterr().err
+    with pytest.raises(SystemExit): run("--part", "tune", "--device", "tpu")
+    assert "invalid choice: 'tpu'" in capsys.readouterr().err
+    with pytest.raises(InputError, match="no CUDA device is available"): run("--part", "tune", "--device", "cuda")
+    assert sizes_exit(lambda: run("--part", "tune", "--device", "cuda")) == 2
+    assert capsys.readouterr().err == "device cuda: no CUDA device is available; allowed: auto, cpu\n"
+
+
+def sizes_exit(call):
+    "What a script of an experiment ends with."
+    from studies import exit_code
+
+    return exit_code(call)
+
+
+def test_a_ledger_whose_beginning_was_cut_short_gets_the_rest(tmp_path, monkeypatch):
+    rows = [{"run": name, "val_loss": 1.0} for name in "abc"]
+    monkeypatch.setattr(sizes, "stored", lambda: rows)
+    with Ledger(tmp_path).writing() as append: append(rows[1])
+    for _ in range(2):
+        sizes.begin(tmp_path)
+        assert [row["run"] for row in Ledger(tmp_path).rows()] == ["b", "a", "c"]
+
+
+def test_differences_are_of_the_same_seed():
+    "Seeds 1 and 2 after 300 updates, 2 and 3 after 4,800: one is in both, and one tells no interval."
+    cost = {("300", 1): 1.0, ("300", 2): 2.0, ("300", 3): 9.0, ("4800", 2): 5.0, ("4800", 3): 20.0}
+    def losses(*known):
+        found = {}
+        for place, seed in known:
+            found.setdefault((place, "FP32"), {})[seed] = 0.5
+            found.setdefault((place, "E7M0 stochastic"), {})[seed] = 0.5 + cost[place, seed]
+        return found
+    assert sizes.by_seed(losses(("300", 1), ("300", 2)), "300", "E7M0 stochastic", "FP32") == {1: 1.0, 2: 2.0}
+    few = losses(("300", 1), ("300", 2), ("4800", 2), ("4800", 3))
+    with pytest.raises(KeyError): sizes.doubled(few)
+    assert sizes.doubled(losses(*cost)).mean == pytest.approx((5 - 4 + 20 - 18) / 2, rel=2.0**-50)  # few roundings
+    with pytest.raises(KeyError): sizes.above(losses(("300", 1)), "300", "E7M0 stochastic", "FP32")
+
+
+def test_two_runs_of_one_arm_are_refused():
+    row = sizes.stored()[0]
+    with pytest.raises(InputError, match="two runs of one arm"):
+        sizes.by_arm([row, dict(row)], row["matrix"], row["stage"])
 
 
 def test_an_empty_folder_begins_with_what_is_stored(tmp_path):

@@ -102,13 +102,13 @@ def measure(points: dict, batch: tuple[int, int], rounds: int, device: str) -> d
     for _ in range(rounds):
         for name, call in arms.items(): times[name].append(1e3 * seconds(call, device))
     ratio = lambda name: statistics.median(a / b for a, b in zip(times[name], times["none"]))
-    on = (
-        ratio("all")
-        + (ratio("all and histograms") - ratio("all")) / HISTOGRAM_EVERY
-        + (ratio("all and health") - ratio("all")) / HEALTH_EVERY
-    )
     every = 1 if compiles() else 10  # as Monitors does
-    on = 1 + (on - 1) / every
+    on = (
+        ratio("resting")
+        + (ratio("all") - ratio("resting")) / every
+        + (ratio("all and histograms") - ratio("all")) / max(every, HISTOGRAM_EVERY)
+        + (ratio("all and health") - ratio("all")) / max(every, HEALTH_EVERY)
+    )
     return {
         "every": every,
         "median_ms": {name: round(statistics.median(t), 2) for name, t in times.items()},

@@ -1,4 +1,4 @@
-"""Keeps what every benchmark said by commit, as ratios: a file for each machine in nbs/results/history.
+"""Keeps what benchmarks said by commit, as ratios: a file for each machine in nbs/results/history.
 
 python nbs/studies/benchmarks/history.py               # what nbs/results/bench_*.json say; ends `make bench`
 python nbs/studies/benchmarks/history.py --from-git    # and what older commits of these files said
@@ -6,7 +6,8 @@ python nbs/studies/benchmarks/history.py --from-git    # and what older commits 
 A line is a benchmark at a commit with a number of threads. Measured again at that commit, the line is
 replaced, and keeps only ratios that were not measured again. A ratio is a time by that of its yardstick
 in the same run: a copy, another library's function, the unquantized step. What was measured on changes
-that are no commit, on a commit that this history lacks or in few rounds is named and left out.
+that are no commit, on a commit that this history lacks or in few rounds is named and left out. Results
+of the explorer and of a whole run are not read.
 """
 import argparse
 import json

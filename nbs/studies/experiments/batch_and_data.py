@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from altgrad.evidence.instrument import Arm, Task, run_arm
-from studies import CHECKPOINTS, TEXT, opened
+from studies import CHECKPOINTS, TEXT, exit_code, opened
 
 OUT = Path(__file__).resolve().parents[3] / "nbs/results/batch_and_data.json"
 BATCHES = (2, 4, 8, 16)  # sequences of 64 tokens an update
@@ -94,4 +94,4 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__": raise SystemExit(main())
+if __name__ == "__main__": raise SystemExit(exit_code(main))

@@ -21,7 +21,7 @@ from altgrad.geometry.spacing import stiffness
 from altgrad.model.gpt import GPT
 from altgrad.evidence.instrument import Arm, Bench, Weights, run_arm
 from altgrad.evidence.study import RANKED, Study
-from studies import ROOT, central_study, opened
+from studies import ROOT, central_study, exit_code, opened
 
 STORAGES = ("fp32", "master", "grid_nearest", "grid_stochastic")
 OCTAVES = 12  # below a tensor's largest weight; the last bin holds all that is smaller
@@ -29,14 +29,14 @@ KEPT = ("format", "storage", "power", "lr", "checkpoint", "seed")
 
 
 def arms(study: Study) -> list[Arm]:
-    "What is run: by format, storage and power, at the tuned rate, once on each checkpoint."
+    "What is run: by format, storage and power, at the tuned rate where one is known, once on each checkpoint."
     cells = [
         study.cell(f, s, p)
         for f in RANKED
         for s in STORAGES
         for p in ((-1.0, 0.0, 1.0) if f == "E7M0" else (0.0,))
     ]
-    tuned = [(cell, study.tuned[cell]) for cell in cells]
+    tuned = [(cell, study.tuned[cell]) for cell in cells if not study.tuned[cell].missing]
     return [
         replace(cell, lr=t.rates[t.best], split="confirm", checkpoint=c, seed=0)
         for cell, t in tuned
@@ -144,4 +144,4 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__": raise SystemExit(main())
+if __name__ == "__main__": raise SystemExit(exit_code(main))

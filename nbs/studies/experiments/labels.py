@@ -164,6 +164,8 @@ class Runs:
         self.out, self.corpus, self.data, self.steps, self.pretraining = out, corpus, data, steps, pretraining
         self.path = out / "runs.jsonl"
         self.rows = {self.key(row): row for row in read_runs(self.path)}
+        if any(row["corpus"] != corpus.hash for row in self.rows.values()):
+            raise InputError(f"{out} holds runs on other acts: choose another --out")
 
     def begin(self) -> None:
         "Make the folder: an empty one has what is stored; no line stays that a kill cut short."
@@ -412,4 +414,7 @@ def main() -> None:
     train(Runs(given.out, load_labelled(data, VOCABULARY), data), given.workers)
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    from studies import exit_code
+
+    raise SystemExit(exit_code(main))

@@ -24,7 +24,7 @@ from altgrad.training.data import get_batch
 from altgrad.evidence.instrument import (
     Arm, Bench, frozen_loss, piece_losses, ramp, validation_pieces,
 )
-from studies import CHECKPOINTS, TEXT, opened
+from studies import CHECKPOINTS, TEXT, exit_code, opened
 from trained_geometry import linear_layers
 
 OUT = Path(__file__).resolve().parents[3] / "nbs/results/layers.json"
@@ -254,4 +254,4 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__": raise SystemExit(main())
+if __name__ == "__main__": raise SystemExit(exit_code(main))

@@ -118,13 +118,16 @@ def arms(panel: str) -> dict[str, Arm]:
 
 
 def add_end(found: dict[str, dict[str, Any]], name: str, row: Mapping[str, Any]) -> None:
-    "Puts an arm's confirming row beside the others; InputError where it was confirmed at two rates."
+    """Puts an arm's confirming row beside the others, unless it failed; InputError where it was confirmed at two
+    rates, or twice."""
+    if row.get("error"): return
     ends = found.setdefault(name, {})
     rates = sorted({row["lr"], *(end["lr"] for end in ends.values())})
     if len(rates) > 1:
         raise InputError(f"{name} is confirmed at two rates, {rates[0]:g} and {rates[1]:g}: "
                          "remove the rows of one from the ledger")
-    ends[row["checkpoint"]] = row
+    if ends.setdefault(row["checkpoint"], row) is not row:
+        raise InputError(f"{name} has two runs on {row['checkpoint']}, made by other code: remove one from the ledger")
 
 
 def confirmed(rows: Iterable[Mapping[str, Any]], fmt: str) -> dict[str, dict[str, Any]]:
@@ -335,4 +338,7 @@ def main() -> int:
     return min(failed, 1)
 
 
-if __name__ == "__main__": raise SystemExit(main())
+if __name__ == "__main__":
+    from studies import exit_code
+
+    raise SystemExit(exit_code(main))

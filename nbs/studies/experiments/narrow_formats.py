@@ -231,4 +231,7 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__": raise SystemExit(main())
+if __name__ == "__main__":
+    from studies import exit_code
+
+    raise SystemExit(exit_code(main))

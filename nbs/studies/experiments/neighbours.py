@@ -13,7 +13,7 @@ from pathlib import Path
 from altgrad.evidence.instrument import Bench
 from altgrad.evidence.study import Study, what_matters
 from altgrad.evidence.sweep import Job, Plan, Sweep, read_matrix
-from studies import ROOT, central_study
+from studies import ROOT, central_study, exit_code, text_of
 
 SEEDS = (0,)  # of the confirmation
 
@@ -51,10 +51,10 @@ def main() -> int:
     matrix = replace(
         read_matrix((ROOT / "studies/matrices/tier1.yaml").read_text()), name="neighbours", tier=7
     )
-    bench = Bench(args.checkpoints, dict([args.corpus.split("=", 1)]))
+    bench = Bench(args.checkpoints, text_of(args.corpus))
     sweep = Neighbours(central_study((1, 2, 3, 4)), matrix, args.out, bench, args.accept)
     print(f"{len(sweep.arms)} runs, {len(sweep.plan().jobs)} of them to be made", flush=True)
-    return sweep.run(args.workers)
+    return min(sweep.run(args.workers), 1)
 
 
-if __name__ == "__main__": raise SystemExit(main())
+if __name__ == "__main__": raise SystemExit(exit_code(main))

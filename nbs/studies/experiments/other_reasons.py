@@ -342,4 +342,7 @@ def main() -> int:
     return min(failed, 1)
 
 
-if __name__ == "__main__": raise SystemExit(main())
+if __name__ == "__main__":
+    from studies import exit_code
+
+    raise SystemExit(exit_code(main))

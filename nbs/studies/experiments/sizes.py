@@ -2,8 +2,8 @@
 
 python nbs/studies/experiments/sizes.py --out FOLDER [--part NAME,...] [--workers N] [--device cuda] [--plan]
 
-All rows go to FOLDER/ledger.jsonl; the command goes on where it was stopped. An empty folder begins
-with the rows that are stored, so that only what they lack is run. `--plan` measures a few updates of
+All rows go to FOLDER/ledger.jsonl; the command goes on where it was stopped. Rows that are stored are
+put into it first, so that only what they lack is run. `--plan` measures a few updates of
 each size and prints what is left to do, in hours; nothing is run.
 `python .ci/ledger.py FOLDER/ledger.jsonl nbs/results/sizes` stores the rows for the page,
 nbs/studies/sizes.ipynb, which says what is expected.
@@ -27,7 +27,7 @@ from altgrad.evidence.instrument import (
     RECIPES, Arm, Bench, Task, Weights, arm_values, blank_model, make_rule, rest_rule,
 )
 from altgrad.evidence.sweep import (
-    Job, Ledger, Matrix, Plan, Sweep, Tuning, beside, loss_of_row, plan, read_rows, tuning,
+    Job, Ledger, Matrix, Plan, Sweep, Tuning, beside, loss_of_row, read_rows, tuning,
 )
 from altgrad.geometry.catalogue import RULES
 from altgrad.model.gpt import loss_of
@@ -166,10 +166,19 @@ NAMES = {plain(arm): name for name, arm in ARMS.items()}
 Row = Mapping[str, Any]
 
 
+def by_arm(rows: Iterable[Row], name: str, stage: str) -> dict[Arm, Row]:
+    "The rows of a part's stage, without failed ones; InputError where two runs have one arm."
+    found: dict[Arm, Row] = {}
+    for row in rows:
+        if (row["matrix"], row["stage"]) != (name, stage) or row.get("error"): continue
+        if found.setdefault(arm := Arm(**arm_values(row)), row) is not row:
+            raise InputError(f"{name} has two runs of one arm, made by other code: allowed is one of {arm}")
+    return found
+
+
 def tuned_in(rows: Iterable[Row], name: str) -> dict[str, Tuned]:
     "The rates that stored rows of a tuning give, by arm; without those that are not done."
-    known = {Arm(**arm_values(row)): loss_of_row(row) for row in rows
-             if row["matrix"] == name and row["stage"] == "tune" and not row.get("error")}
+    known = {arm: loss_of_row(row) for arm, row in by_arm(rows, name, "tune").items()}
     matrix = PARTS[name].matrix(name)
     found = {arm: tuning(arm, middle, matrix, known.get) for arm, middle in matrix.cells}
     return {NAMES[plain(arm)]: best_of(t) for arm, t in found.items() if not t.missing}
@@ -192,24 +201,28 @@ Losses = Mapping[tuple[str, str], Mapping[int, float]]  # by part and arm, then 
 
 def losses_of(rows: Sequence[Row], least: int = 2) -> dict[tuple[str, str], dict[int, float]]:
     "The confirmed losses of so many seeds or more at the rates of the plan; `ARM, x2` beside them."
-    rates, ends = {name: tuned_in(rows, name) for name in TUNINGS}, dict[tuple[str, Arm], float]()
-    for row in rows:
-        if row["stage"] == "confirm" and not row.get("error"):
-            ends[row["matrix"], Arm(**arm_values(row))] = row["val_loss"]
+    rates = {name: tuned_in(rows, name) for name in TUNINGS}
     losses: dict[tuple[str, str], dict[int, float]] = {}
     for name, part in PARTS.items():
         if name in TUNINGS: continue
+        ends = by_arm(rows, name, "confirm")
         for arm, octave, job in runs_of(name, rates[part.tuned]):
             key = part.of or name, arm if octave == 0 else f"{arm}, x{2.0**octave:g}"
-            if (name, job.arm) in ends:
-                losses.setdefault(key, {})[job.arm.seed] = ends[name, job.arm]
+            if job.arm in ends: losses.setdefault(key, {})[job.arm.seed] = ends[job.arm]["val_loss"]
     return {key: found for key, found in losses.items() if len(found) >= least}
 
 
-def above(losses: Losses, part: str, arm: str, other: str, there: str = "") -> list[float]:
-    "How far an arm ends above another, by the seeds that both have; the other's part may differ."
+def by_seed(losses: Losses, part: str, arm: str, other: str, there: str = "") -> dict[int, float]:
+    "How far an arm ends above another, for each seed that both have; the other's part may differ."
     a, b = losses[part, arm], losses[there or part, other]
-    return [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
+    return {seed: a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())}
+
+
+def above(losses: Losses, part: str, arm: str, other: str, there: str = "") -> list[float]:
+    "`by_seed` of two seeds or more, which tell an interval; KeyError for fewer."
+    found = list(by_seed(losses, part, arm, other, there).values())
+    if len(found) < 2: raise KeyError(part, arm, other)
+    return found
 
 
 def combined(terms: Sequence[tuple[float, Sequence[float]]], fresh: int = 0) -> Interval:
@@ -273,12 +286,11 @@ def predictions(losses: Losses) -> dict[str, Foretold]:
     "What the three smaller sizes say of the largest, where all three have it; KeyError where nothing is in all."
     found = {}
     for text, (a, b) in quantities().items():
-        if not {(size, arm) for size in SIZES[:-1] for arm in (a, b)} <= set(losses): continue
-        values = {size: above(losses, size, a, b) for size in SIZES[:-1]}
         there = None
-        if (LARGEST, a) in losses and (LARGEST, b) in losses:
-            there = interval(above(losses, LARGEST, a, b))
-        found[text] = Foretold(foretold(values, PARTS[LARGEST].seeds), there)
+        with suppress(KeyError): there = interval(above(losses, LARGEST, a, b))
+        with suppress(KeyError):
+            values = {size: above(losses, size, a, b) for size in SIZES[:-1]}
+            found[text] = Foretold(foretold(values, PARTS[LARGEST].seeds), there)
     if not found: raise KeyError(LARGEST)
     return found
 
@@ -345,8 +357,10 @@ def size_claims() -> Iterator[Claim]:
 
 def doubled(losses: Losses) -> Interval:
     "The gap of stochastic rounding in E7M0 after 4,800 updates, less twice that after 300."
-    short, long = (above(losses, n, "E7M0 stochastic", "FP32") for n in ("300", "4800"))
-    return interval(b - 2 * a for a, b in zip(short, long, strict=True))
+    short, long = (by_seed(losses, n, "E7M0 stochastic", "FP32") for n in ("300", "4800"))
+    found = [long[seed] - 2 * short[seed] for seed in sorted(short.keys() & long.keys())]
+    if len(found) < 2: raise KeyError("4800")
+    return interval(found)
 
 
 def at(place: str, a: str, b: str, there: str = "") -> Callable[[Losses], Interval]:
@@ -411,19 +425,12 @@ def stored() -> list[dict[str, Any]]:
 
 
 def begin(out: Path) -> None:
-    "Puts the stored rows into an empty ledger."
+    "Puts the stored rows that a ledger lacks into it."
     ledger = Ledger(out)
-    if ledger.rows(): return
+    known = {row["run"] for row in ledger.rows()}
+    if not (lacking := [row for row in stored() if row["run"] not in known]): return
     with ledger.writing() as append:
-        for row in stored(): append(row)
-
-
-class Tune(Sweep):
-    "The search for the rates of the smallest size."
-    def plan(self) -> Plan:
-        "The next runs; nothing is confirmed."
-        found = plan(self.matrix, self.loss)
-        return found if found.stage == "tune" else found._replace(stage="done", jobs=[])
+        for row in lacking: append(row)
 
 
 class Runs(Sweep):
@@ -450,7 +457,7 @@ def sweep_of(name: str, out: Path, device: str = "cpu") -> Sweep:
     "The runs of a part; InputError before the rates are tuned."
     bench = bench_of(PARTS[name], out, device)
     codes = {row["code"] for row in stored() if row.get("code")}
-    if name in TUNINGS: return Tune(PARTS[name].matrix(name), out, bench, codes)
+    if name in TUNINGS: return Sweep(PARTS[name].matrix(name), out, bench, codes)
     found = tuned_in(Ledger(out).rows(), PARTS[name].tuned)
     if not set(PARTS[name].arms) <= set(found):
         raise InputError(f"the rates are not tuned: run --part {PARTS[name].tuned}")
@@ -494,7 +501,7 @@ def show_plan(names: Iterable[str], out: Path, workers: int) -> None:
             jobs = sweep.plan().jobs
         cost = []
         for job in jobs:
-            key = part.size, part.batch, job.arm.storage, job.arm.rule, job.arm.format
+            key = part.size, part.batch, part.updates, job.arm.storage, job.arm.rule, job.arm.format
             if key not in measured: measured[key] = milliseconds(job.arm, part)
             cost.append(measured[key])
         hours = sum(cost) * part.updates / 3.6e6 / workers
@@ -514,8 +521,7 @@ def main() -> int:
     args = parser.parse_args()
     chosen, failed = args.part.split(","), 0
     if not set(chosen) <= set(PARTS): parser.error(f"the parts are {', '.join(PARTS)}")
-    try: device = str(resolve_device(args.device))
-    except InputError as e: parser.error(str(e))
+    device = str(resolve_device(args.device))
     begin(args.out)
     if args.plan:
         show_plan(chosen, args.out, args.workers)
@@ -527,4 +533,7 @@ def main() -> int:
     return min(failed, 1)
 
 
-if __name__ == "__main__": raise SystemExit(main())
+if __name__ == "__main__":
+    from studies import exit_code
+
+    raise SystemExit(exit_code(main))

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from altgrad.basics import InputError, tell, unknown, write_atomic
+from altgrad.basics import InputError, unknown, write_atomic
 from altgrad.training.config import TrainConfig
 from altgrad.training.experiment import Interval, compare, find_config, interval, read_arm, with_seeds
 from altgrad.training.tracking import RunFolder
@@ -336,13 +336,13 @@ def main() -> int:
     parser.add_argument("--store", action="store_true", help="store what is finished, and train nothing")
     given = parser.parse_args()
     if bool(given.data) == given.store: parser.error("give either --data, to train, or --store")
-    try:
-        if given.store: store(given.out)
-        else: train(given.out, given.data, given.arms)
-    except InputError as e:
-        tell(str(e))
-        return 2
+    if given.store and given.arms: parser.error("--store takes all that is finished: leave out --arms")
+    if given.store: store(given.out)
+    else: train(given.out, given.data, given.arms)
     return 0
 
 
-if __name__ == "__main__": raise SystemExit(main())
+if __name__ == "__main__":
+    from studies import exit_code
+
+    raise SystemExit(exit_code(main))
