@@ -38,7 +38,7 @@ test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks' 
 	@echo "== pytest: tests/, without the slow ones"
 	@$(PYTEST) -m "not slow" tests
 
-slow: $(INSTALLED) ## the tests that `make test` leaves out: long proofs beside shorter ones (five minutes)
+slow: $(INSTALLED) ## the tests that `make test` leaves out: long proofs beside shorter ones (three minutes)
 	@mkdir -p .venv/home
 	@$(PYTEST) -m slow tests
 
