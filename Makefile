@@ -38,7 +38,7 @@ test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks' 
 	@echo "== pytest: tests/, without the slow ones"
 	@$(PYTEST) -m "not slow" tests
 
-slow: $(INSTALLED) ## the tests that `make test` leaves out: long proofs beside shorter ones (three minutes)
+slow: $(INSTALLED) ## the tests that `make test` leaves out: three long proofs beside shorter ones (two minutes)
 	@mkdir -p .venv/home
 	@$(PYTEST) -m slow tests
 

@@ -24,7 +24,8 @@ from altgrad.numbers.quantize import fake_quantize, quantize, rounding_key
 from altgrad.numbers.referee import SCALES, inputs
 from altgrad.numbers.triton_kernels import triton_blocks
 
-SAMPLE = ("E0M7", "E4M3", "E5M2", "E7M0", "float8_e4m3fnuz", "float8_e8m0fnu")  # each kind of special code
+SAMPLE = ("E0M7", "E4M3", "E5M2", "E7M0", "float4_e2m1fn", "mxint8", "float8_e4m3fnuz", "binary8p1",
+          "float8_e8m0fnu", "bfloat16")
 MODES = ("nearest", "toward_zero", "up", "down", "away", "stochastic")
 EXTREMES = (2.0**-149, 2.0**-126, 1e-38, 2.0**127, 3e38)  # scales, as float32
 COUNTED = ("count", "overflow", "underflow", "nan", "inf", "amax", "histogram")

@@ -5,9 +5,9 @@ python .ci/replays.py [--rows 30] [--seed 0]
 
 The result goes to nbs/results/replays.json, beside those of other machines and settings (as the
 page that shows it says, nbs/studies/portability.ipynb). Rows of failed runs are not drawn. A run of
-the bench that does not agree on another CPU is made twice more, at rates that lie a rounding's width beside its own:
-how far they end apart is how far a last bit can carry. Exit code 1 where a row does not agree and lies
-farther apart than that.
+the bench that does not agree on another CPU is made twice more, at rates that lie a rounding's width
+beside its own: how far they end apart is how far a last bit can carry. Exit code 1 where a row does not
+agree and lies farther apart than that.
 """
 import argparse
 import json

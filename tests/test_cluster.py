@@ -120,7 +120,6 @@ def cluster(tmp_path):
             if node.poll() is None: kill(node)
 
 
-@pytest.mark.slow
 def test_a_killed_node_changes_no_row(here, cluster):
     whole = Sweep(read_matrix(MATRIX), here / "local", bench(here))
     assert whole.run(1, progress=False) == 0

@@ -68,7 +68,6 @@ def events(rows): return [e for row in rows for e in row.get("events", ())]
     reason="torch 2.8 does not compile the hooks that round gradients; the run says so and goes on "
            "without",
 )
-@pytest.mark.slow  # `test_every_kind_of_run_is_traced_without_a_break` counts graphs, and compiles none
 def test_a_compiled_run_is_one_graph_with_the_losses_of_the_eager_one(run):
     points = dict(activation="E4M3", gradient="E5M2")
     said, eager = run("eager", **points)
@@ -245,7 +244,6 @@ for size in map(int, sys.argv[1:]):
 """
 
 
-@pytest.mark.slow
 def test_the_kernel_of_a_small_tensor_is_not_found_on_disk_for_a_large_one(tmp_path):
     "The compiler keeps the tiles that it chose for the first tensor with the kernel."
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0",

@@ -215,3 +215,21 @@ def test_stored_ledgers_have_the_same_columns_in_every_file():
     for folder in (LEDGER, LEDGER / "amended"):
         first, *rest = (pq.read_schema(path) for path in sorted(folder.glob("*.parquet")))
         assert rest and all(schema.equals(first) for schema in rest), folder
+
+
+@pytest.mark.parametrize("given, said", [
+    ("eurlex=path:{text}", "eurlex: the hash of this text is"), ("eurlex", "eurlex: give LABEL=TEXT"),
+    ("other=path:{text}", "the labels of the ledger are eurlex, stdlib"),
+])
+def test_another_text_is_refused_before_anything_is_written(tmp_path, monkeypatch, given, said):
+    spec = importlib.util.spec_from_file_location("pack_texts", LEDGER.parents[2] / ".ci/pack_texts.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "FOLDER", tmp_path)
+    monkeypatch.setattr(script, "read_ledger", lambda _: [
+        {"corpus": name, "corpus_sha": "0" * 64} for name in ("eurlex", "stdlib")])
+    (text := tmp_path / "text.txt").write_text("".join(f"{n} is a number\n" for n in range(5000)))
+    (tmp_path / "texts").mkdir()
+    (kept := tmp_path / "texts/eurlex.tar.xz").write_bytes(b"what was there")
+    with pytest.raises(SystemExit, match=said): script.main([given.format(text=text)])
+    assert list(kept.parent.iterdir()) == [kept] and kept.read_bytes() == b"what was there"

@@ -225,3 +225,10 @@ def test_the_hash_of_code_knows_no_version_of_python():
                            for more in ((), ("",), ("d",)))
     assert older == newer != other
     assert instrument._outline(ast.Constant("")) != instrument._outline(ast.Constant("d"))
+
+
+def test_a_misspelt_name_is_no_pass(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["portable", "--only", "geometry/04_optm", "test_optim"])
+    with pytest.raises(SystemExit) as ended: portable.main()
+    assert ended.value.code == 2 and "no notebook or test geometry/04_optm\n" in capsys.readouterr().err
+    for name in {*portable.NOTEBOOKS, *portable.TESTS, *portable.QUICK}: assert portable.file_of(name).is_file()

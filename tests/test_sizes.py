@@ -23,7 +23,7 @@ from altgrad.model.gpt import GPT, GPTConfig
 
 from tiny import TASK, TEXT, load_experiment
 
-sizes = load_experiment("sizes")
+sizes, exit_code = load_experiment("sizes"), load_experiment("studies").exit_code
 LEDGER = Path(__file__).parent.parent / "nbs/results/ledger"
 
 
@@ -89,7 +89,7 @@ def test_what_was_stored_keeps_its_name():
 def test_a_stored_row_has_the_identity_that_its_arm_has_here():
     row = read_rows(LEDGER / "amended/retuned.parquet")[0]  # it started from a checkpoint that is stored
     bench = Bench(LEDGER / "checkpoints", {"eurlex": f"path:{LEDGER / 'texts/eurlex.tar.xz'}"}, Task(**row["task"]))
-    here = identity(Arm(**sizes.arm_values(row)), bench)
+    here = identity(Arm(**arm_values(row)), bench)
     then = row_identity(row)
     assert {**here, "code": 0} == {**then, "code": 0}
 
@@ -174,7 +174,8 @@ def made_up(end, only=None):
         for (arm, middle), k, seed in product(part.matrix(name).cells, range(-2, 3), sizes.TUNE_SEEDS[: part.seeds]):
             run = replace(arm, lr=rate(middle, k), seed=seed, checkpoint=f"{part.recipe}-{seed}")
             loss = 3 + 0.1 * (k - best) ** 2
-            rows.append({**arm_facts(run), "matrix": name, "stage": "tune", "val_loss": loss, "raw_loss": loss})
+            rows.append({**arm_facts(run), "matrix": name, "stage": "tune", "val_loss": loss, "raw_loss": loss,
+                         "run": len(rows)})
     rates = {name: sizes.tuned_in(rows, name) for name in sizes.TUNINGS}
     for found in rates.values(): assert set(found) == set(sizes.ARMS) and not any(t.edge for t in found.values())
     # half an octave above the middle, which is half of that of the smallest size
@@ -183,7 +184,8 @@ def made_up(end, only=None):
         if name == "25m" or name in sizes.TUNINGS or only and name not in only: continue
         for i, (arm, octave, job) in enumerate(sizes.runs_of(name, rates[part.tuned])):
             loss = end(part.of or name, arm, octave) + 1e-4 * math.sin(i)
-            rows.append({**arm_facts(job.arm), "matrix": name, "stage": "confirm", "val_loss": loss})
+            rows.append({**arm_facts(job.arm), "matrix": name, "stage": "confirm", "val_loss": loss,
+                         "run": len(rows)})
     return rows
 
 
@@ -322,15 +324,8 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys)
     with pytest.raises(SystemExit): run("--part", "tune", "--device", "tpu")
     assert "invalid choice: 'tpu'" in capsys.readouterr().err
     with pytest.raises(InputError, match="no CUDA device is available"): run("--part", "tune", "--device", "cuda")
-    assert sizes_exit(lambda: run("--part", "tune", "--device", "cuda")) == 2
+    assert exit_code(lambda: run("--part", "tune", "--device", "cuda")) == 2
     assert capsys.readouterr().err == "device cuda: no CUDA device is available; allowed: auto, cpu\n"
-
-
-def sizes_exit(call):
-    "What a script of an experiment ends with."
-    from studies import exit_code
-
-    return exit_code(call)
 
 
 def test_a_ledger_whose_beginning_was_cut_short_gets_the_rest(tmp_path, monkeypatch):
@@ -360,8 +355,8 @@ def test_differences_are_of_the_same_seed():
 
 def test_two_runs_of_one_arm_are_refused():
     row = sizes.stored()[0]
-    with pytest.raises(InputError, match="two runs of one arm"):
-        sizes.by_arm([row, dict(row)], row["matrix"], row["stage"])
+    with pytest.raises(InputError, match="of one arm"):
+        sizes.by_arm([row, {**row, "run": "other"}], row["matrix"], row["stage"])
 
 
 def test_an_empty_folder_begins_with_what_is_stored(tmp_path):

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['POWERS', 'RANKED', 'PRIMARY', 'QUANTIZED', 'Weights', 'LEAST_P', 'SMALLEST', 'MEANING', 'NO_PAIR', 'read_ledger',
-           'arm_of', 'cell_of', 'Study', 'is_frozen', 'build_study', 'Progress', 'progress', 'progress_table', 'slope',
-           'minus', 'slope_over_fp32', 'gain', 'gain_over_fp32', 'contrast', 'bootstrap', 'Variance', 'mean_variance',
-           'Effect', 'effect', 'difference', 'holm', 'judge', 'equivalent', 'Answer', 'Verdict', 'share_shown',
-           'positive', 'negative', 'below', 'all_equivalent', 'same_weights', 'trains', 'effect_text', 'candidates',
-           'best_rule', 'rule_text', 'Place', 'Ranking', 'rank_gains', 'Judged', 'primary_family', 'what_matters',
-           'Moved', 'moved_on_tuning', 'moved', 'Prediction', 'leave_one_out', 'Cost', 'costs', 'predict_costs',
-           'course', 'training_gap', 'metric', 'plot_parallel']
+           'arm_of', 'cell_of', 'Study', 'is_frozen', 'rows_by_arm', 'build_study', 'Progress', 'progress',
+           'progress_table', 'slope', 'minus', 'slope_over_fp32', 'gain', 'gain_over_fp32', 'contrast', 'bootstrap',
+           'Variance', 'mean_variance', 'Effect', 'effect', 'difference', 'holm', 'judge', 'equivalent', 'Answer',
+           'Verdict', 'share_shown', 'positive', 'negative', 'below', 'all_equivalent', 'same_weights', 'trains',
+           'effect_text', 'candidates', 'best_rule', 'rule_text', 'Place', 'Ranking', 'rank_gains', 'Judged',
+           'primary_family', 'what_matters', 'Moved', 'moved_on_tuning', 'moved', 'Prediction', 'leave_one_out', 'Cost',
+           'costs', 'predict_costs', 'course', 'training_gap', 'metric', 'plot_parallel']
 
 # %% ../../nbs/evidence/02_study.ipynb #ae7e7545
 import math
@@ -143,7 +143,9 @@ def _same_everywhere(rows: Iterable[Mapping[str, Any]]) -> None:
                 )
 
 # %% ../../nbs/evidence/02_study.ipynb #200d61a0
-def _by_arm(rows: Iterable[Mapping[str, Any]]) -> dict[Arm, Mapping[str, Any]]:
+def rows_by_arm(
+    rows: Iterable[Mapping[str, Any]],  # of one text and task
+) -> dict[Arm, Mapping[str, Any]]:
     "The row of each arm, one that failed where there is no other; InputError where two runs have one arm."
     found: dict[Arm, Mapping[str, Any]] = {}
     for row in rows:
@@ -172,7 +174,7 @@ def build_study(
     mine = [r for r in rows if r["checkpoint"] in first.checkpoints
             and r["corpus"] == first.cells[0][0].corpus and (r.get("task") or task) == task]
     _same_everywhere(mine)
-    frozen, by_arm = _frozen_pieces(mine), _by_arm(mine)
+    frozen, by_arm = _frozen_pieces(mine), rows_by_arm(mine)
     known = {arm: r for arm, r in by_arm.items() if not r.get("error")
              or (r["checkpoint"], r["split"]) in frozen}
     losses = {arm: Loss(float(_pieces(r, frozen).mean()), loss_of_row(r).raw)

@@ -24,8 +24,9 @@ import torch
 
 from altgrad.basics import InputError
 from altgrad.evidence.instrument import (
-    RECIPES, Arm, Bench, Task, Weights, arm_values, blank_model, make_rule, rest_rule,
+    RECIPES, Arm, Bench, Task, Weights, blank_model, make_rule, rest_rule,
 )
+from altgrad.evidence.study import rows_by_arm
 from altgrad.evidence.sweep import (
     Job, Ledger, Matrix, Plan, Sweep, Tuning, beside, loss_of_row, read_rows, tuning,
 )
@@ -167,13 +168,9 @@ Row = Mapping[str, Any]
 
 
 def by_arm(rows: Iterable[Row], name: str, stage: str) -> dict[Arm, Row]:
-    "The rows of a part's stage, without failed ones; InputError where two runs have one arm."
-    found: dict[Arm, Row] = {}
-    for row in rows:
-        if (row["matrix"], row["stage"]) != (name, stage) or row.get("error"): continue
-        if found.setdefault(arm := Arm(**arm_values(row)), row) is not row:
-            raise InputError(f"{name} has two runs of one arm, made by other code: allowed is one of {arm}")
-    return found
+    "`rows_by_arm` of a part's stage, without failed ones."
+    there = [row for row in rows if (row["matrix"], row["stage"]) == (name, stage) and not row.get("error")]
+    return dict(rows_by_arm(there))
 
 
 def tuned_in(rows: Iterable[Row], name: str) -> dict[str, Tuned]:
@@ -218,11 +215,15 @@ def by_seed(losses: Losses, part: str, arm: str, other: str, there: str = "") ->
     return {seed: a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())}
 
 
+def enough(found: Mapping[int, float]) -> list[float]:
+    "The values of two seeds or more; KeyError for fewer, which tell no interval."
+    if len(found) < 2: raise KeyError(*found)
+    return list(found.values())
+
+
 def above(losses: Losses, part: str, arm: str, other: str, there: str = "") -> list[float]:
-    "`by_seed` of two seeds or more, which tell an interval; KeyError for fewer."
-    found = list(by_seed(losses, part, arm, other, there).values())
-    if len(found) < 2: raise KeyError(part, arm, other)
-    return found
+    "The values of `by_seed`, which tell an interval; KeyError for one that was not run, or fewer than two."
+    return enough(by_seed(losses, part, arm, other, there))
 
 
 def combined(terms: Sequence[tuple[float, Sequence[float]]], fresh: int = 0) -> Interval:
@@ -358,9 +359,7 @@ def size_claims() -> Iterator[Claim]:
 def doubled(losses: Losses) -> Interval:
     "The gap of stochastic rounding in E7M0 after 4,800 updates, less twice that after 300."
     short, long = (by_seed(losses, n, "E7M0 stochastic", "FP32") for n in ("300", "4800"))
-    found = [long[seed] - 2 * short[seed] for seed in sorted(short.keys() & long.keys())]
-    if len(found) < 2: raise KeyError("4800")
-    return interval(found)
+    return interval(enough({seed: long[seed] - 2 * short[seed] for seed in sorted(short.keys() & long.keys())}))
 
 
 def at(place: str, a: str, b: str, there: str = "") -> Callable[[Losses], Interval]:
