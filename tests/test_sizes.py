@@ -14,8 +14,8 @@ from scipy.stats import linregress, ttest_ind
 
 from altgrad.basics import InputError
 from altgrad.evidence.instrument import (
-    RECIPES, Arm, Bench, Task, arm_facts, blank_model, build_checkpoint, identity, row_identity, run_arm, run_id,
-    state_hash,
+    RECIPES, Arm, Bench, Task, arm_facts, arm_values, blank_model, build_checkpoint, identity, row_identity, run_arm,
+    run_id, state_hash,
 )
 from altgrad.evidence.replicas import kind_if_stacked, kind_of
 from altgrad.evidence.sweep import Ledger, rate, read_rows
