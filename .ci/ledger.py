@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from altgrad.basics import InputError, tell
 from altgrad.evidence.sweep import Ledger, compact, read_rows, write_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +36,8 @@ def same_columns(folder: Path) -> None:
 def main(source: Path, folder: Path = ROOT / "nbs/results/ledger", column: str = "matrix") -> None:
     "One file for each value of a column of the ledger."
     with tempfile.TemporaryDirectory() as copy:
-        shutil.copy(source, Path(copy) / "ledger.jsonl")
+        try: shutil.copy(source, Path(copy) / "ledger.jsonl")
+        except OSError as e: raise InputError(f"{source} cannot be read: {e.strerror}") from None
         rows = Ledger(copy).rows()
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[Path, list] = {}
@@ -43,7 +45,7 @@ def main(source: Path, folder: Path = ROOT / "nbs/results/ledger", column: str =
     for path, mine in parts.items():
         stored = {row["run"] for row in read_rows(path)} if path.exists() else set()
         if lost := stored - {row["run"] for row in mine}:
-            sys.exit(f"{path} holds {len(lost)} runs that {source} does not have: give another FOLDER")
+            raise InputError(f"{path} holds {len(lost)} runs that {source} does not have: give another FOLDER")
     for path, mine in parts.items():
         compact(mine, path)
         stages = ", ".join(
@@ -58,4 +60,7 @@ def main(source: Path, folder: Path = ROOT / "nbs/results/ledger", column: str =
 
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3, 4): sys.exit(__doc__)
-    main(*map(Path, sys.argv[1:3]), *sys.argv[3:])
+    try: main(*map(Path, sys.argv[1:3]), *sys.argv[3:])
+    except InputError as e:
+        tell(str(e))
+        sys.exit(2)

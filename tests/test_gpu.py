@@ -1,6 +1,7 @@
 """`make gpu` without a GPU: every piece runs, small, on a CPU; the budget, results, failures and
 hanging processes are what they should be; the page shows what is stored."""
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +162,15 @@ def test_a_failure_is_kept_and_stops_nothing_and_is_tried_again_last(go, tmp_pat
     found = stored(tmp_path, "one")["pieces"]["a"]
     assert found["error"] == "it broke\nin two lines" and found["rows"]
     assert go(budget=700.0)[0] == ["c", "a"]
+
+
+def test_a_piece_that_the_budgets_end_cut_short_leaves_the_result_of_before(go, tmp_path, monkeypatch):
+    go()
+    clock = itertools.count(0, 60)  # the second look is past the budget of the first
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    tried, failures, lines, _ = go(budget=100.0, failing=("a",), code="d")
+    assert (tried, failures) == (["a"], 1) and "    not stored: the budget is spent" in lines
+    assert stored(tmp_path, "one")["pieces"]["a"]["code"] == "c"
 
 
 def test_pieces_that_time_nothing_run_at_once(tmp_path, monkeypatch):

@@ -179,10 +179,12 @@ def test_a_stored_file_of_another_ledger_is_not_overwritten(program, tmp_path):
     store(*rows[:2])
     store(*rows)  # the same one, which went on
     before = (tmp_path / "stored/mine.parquet").read_bytes()
-    with pytest.raises(SystemExit, match="mine.parquet holds 2 runs that .*l.jsonl does not have"):
+    with pytest.raises(InputError, match="mine.parquet holds 2 runs that .*l.jsonl does not have"):
         store({**rows[0], "matrix": "another"}, rows[0])
     assert (tmp_path / "stored/mine.parquet").read_bytes() == before
     assert not (tmp_path / "stored/another.parquet").exists()
+    with pytest.raises(InputError, match="absent.jsonl cannot be read: No such file"):
+        program.main(tmp_path / "absent.jsonl", tmp_path / "stored")
 
 
 def test_the_runs_of_the_examples_are_stored():

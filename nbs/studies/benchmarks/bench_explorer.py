@@ -8,15 +8,14 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 
 from altgrad.basics import write_atomic
 from altgrad.training.tracking import code_commit, machine, versions
 from altgrad.views.explorer import Explorer, Setting, toy_path
+from stored import add_out
 
-RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_explorer.json"
 # fast, dense, slow
 STARTS = (
     Setting(), Setting("E0M7", "student t, 2 degrees"),
@@ -64,7 +63,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    add_out(parser, "bench_explorer.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = {

@@ -1,14 +1,11 @@
 """Times a quantized training step of gpt-10m with all monitors, with monitors that rest, and with
 none; writes nbs/results/bench_monitors.json. About 15 minutes on two cores."""
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
-from altgrad.basics import write_atomic
 from altgrad.numbers.kernels import set_path
 from altgrad.model.gpt import GPT, loss_of, preset
 from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
@@ -19,8 +16,8 @@ from altgrad.watching.sums import compiles
 from altgrad.watching.updates import WeightMonitor
 from altgrad.training.config import TrainConfig
 from altgrad.training.tracking import code_commit, machine, versions
+from stored import add, add_out
 
-RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_monitors.json"
 DEFAULT = TrainConfig()
 BATCHES = {
     "16 x 128": (16, 128),
@@ -125,7 +122,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--batches", nargs="*", default=list(BATCHES), choices=list(BATCHES))
-    parser.add_argument("--out", type=Path, default=RESULT)
+    add_out(parser, "bench_monitors.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     commit, cases = code_commit(), []
@@ -148,16 +145,14 @@ def main() -> None:
                     flush=True,
                 )
         set_path(before)
-    found = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    found[options.device] = {
+    add(options.out, options.device, {
         "machine": machine(options.device),
         "versions": versions(),
         "git_commit": commit,
         "rounds": options.rounds,
         "bfloat16": fast_bfloat16(torch.device(options.device)),
         "cases": cases,
-    }
-    write_atomic(options.out, json.dumps(found, indent=1) + "\n")
+    })
 
 
 if __name__ == "__main__": main()

@@ -19,8 +19,8 @@ from altgrad.basics import write_atomic
 from altgrad.geometry.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD
 from altgrad.numbers.kernels import set_path
 from altgrad.training.tracking import code_commit, machine, versions
+from stored import add_out
 
-RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_optim.json"
 LAYERS, SHAPES = 6, ((1152, 384), (384, 384), (1536, 384), (384, 1536))
 
 CASES: dict[str, Callable] = {
@@ -89,25 +89,27 @@ def step_of(name: str, optimizer: torch.optim.Optimizer) -> Callable:
     return step
 
 
+def peak(step: Callable, device: str) -> int:
+    "The most bytes that a step holds beyond those that it found."
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(profile_memory=True) as profile: step()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    changes = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    return max(accumulate((e["args"]["Bytes"] for e in changes), initial=0))
+
+
 def memory(optimizer: torch.optim.Optimizer, step: Callable, device: str) -> int:
     """Bytes while a step runs: weights, gradients, the optimizer's state,
     and the most that the step itself holds."""
     kept = sum(t.numel() * t.element_size() for group in optimizer.param_groups for p in group["params"]
                for t in (p, p.grad, *optimizer.state[p].values()) if torch.is_tensor(t))
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        return kept + torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(profile_memory=True) as profile: step()
-    with tempfile.TemporaryDirectory() as folder:
-        profile.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    sizes = [
-        e["args"]["Bytes"]
-        for e in sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
-    ]
-    return kept + max(accumulate(sizes, initial=0))
+    return kept + peak(step, device)
 
 
 def measure(rounds: int, device: str, settle: float = 0.0) -> dict:
@@ -146,7 +148,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    add_out(parser, "bench_optim.json")
     parser.add_argument(
         "--print", action="store_true",
         help="measure in this process and print, instead of writing the result",

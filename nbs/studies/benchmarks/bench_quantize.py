@@ -35,6 +35,7 @@ from altgrad.numbers.formats import FP8Format, get_format
 from altgrad.numbers.kernels import rounding_key
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.training.tracking import code_commit, machine, versions
+from stored import result
 
 ROOT = Path(__file__).resolve().parents[3]
 OUT = ROOT / "nbs/results/bench_quantize.json"
@@ -491,7 +492,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="only this number of threads")
     add_peers_option(parser)
     parser.add_argument(
-        "--out", type=Path,
+        "--out", type=result,
         help="the file of results (default: nbs/results/bench_quantize.json, for cuda "
              "bench_quantize_cuda.json)",
     )

@@ -1,20 +1,18 @@
 """Times a training step in a recorder and without one, in turn. Writes nbs/results/bench_record.json.
 About 3 minutes on two cores."""
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
 
 import torch
 
-from altgrad.basics import write_atomic
 from altgrad.model.gpt import GPT, loss_of, preset
 from altgrad.training.config import TrainConfig
 from altgrad.training.tracking import code_commit, machine, versions
 from altgrad.watching.record import EVERY, record
+from stored import add, add_out
 
-RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_record.json"
 DEFAULT = TrainConfig()
 
 
@@ -58,7 +56,7 @@ def main() -> None:
     parser.add_argument("--model", default="gpt-10m")
     parser.add_argument("--batch", type=int, nargs=2, metavar=("SIZE", "TOKENS"),
                         default=(DEFAULT.batch_size, DEFAULT.block_size))
-    parser.add_argument("--out", type=Path, default=RESULT)
+    add_out(parser, "bench_record.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     commit = code_commit()
@@ -76,14 +74,12 @@ def main() -> None:
         for name in times
     }
     ratios["usual"] = round((ratios["measured"] + (EVERY - 1) * ratios["glanced"]) / EVERY, 3)
-    found = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    found[options.device] = {
+    add(options.out, options.device, {
         "machine": machine(options.device), "versions": versions(), "git_commit": commit,
         "model": options.model, "batch": list(options.batch), "rounds": options.rounds,
         "median_ms": {name: round(statistics.median(t), 3) for name, t in times.items()},
         "ratio": ratios,
-    }
-    write_atomic(options.out, json.dumps(found, indent=1) + "\n")
+    })
     print(ratios)
 
 

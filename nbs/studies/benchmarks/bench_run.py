@@ -8,24 +8,22 @@ Each part is a function that the run calls; what such functions call in turn cou
 PYTHONPATH=CHECKOUT the code of another checkout is timed, and --label says what it is.
 """
 import argparse
-import json
 import statistics
 import time
 from collections import defaultdict
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from altgrad.basics import tell, write_atomic
+from altgrad.basics import tell
 from altgrad.evidence import instrument, sweep
 from altgrad.evidence.bench import PROTOCOLS
 from altgrad.evidence.instrument import Arm, Bench, Weights, run_arm
 from altgrad.geometry import optim
 from altgrad.training.tracking import code_commit, machine, versions
+from stored import add, add_out
 
-RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_run.json"
 PROTOCOL = PROTOCOLS["bench-1"]
 ARMS = {
     "FP32, AdamW": dict(storage="fp32", rule="adamw"),
@@ -104,7 +102,7 @@ def main() -> None:
     )
     parser.add_argument("--label", default="now", help="of the code, e.g. before")
     parser.add_argument("--rounds", type=int, default=5, help="of which medians are taken")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    add_out(parser, "bench_run.json")
     options = parser.parse_args()
     bench, cost = started()
     clock = Clock()
@@ -130,13 +128,11 @@ def main() -> None:
         }
         for name, (first, *later) in rounds.items()
     }
-    found = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    found[options.label] = {
+    add(options.out, options.label, {
         "machine": machine(), "versions": versions(), "git_commit": code_commit(),
         "protocol": PROTOCOL.name, "steps": bench.task.steps, "rounds": options.rounds,
         "once_a_process": {name: round(s, 3) for name, s in cost.items()}, "arms": arms,
-    }
-    write_atomic(options.out, json.dumps(found, indent=1) + "\n")
+    })
 
 
 if __name__ == "__main__": main()

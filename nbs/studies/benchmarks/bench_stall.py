@@ -2,23 +2,20 @@
 turn; and counts what the meter keeps in memory at most. Writes nbs/results/bench_stall.json.
 About 4 minutes on two cores."""
 import argparse
-import json
 import statistics
 import time
 import weakref
-from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from altgrad.basics import write_atomic
 from altgrad.model.gpt import GPT, loss_of, preset
 from altgrad.training.config import TrainConfig
 from altgrad.training.tracking import code_commit, machine, versions
 from altgrad.watching.stall import Meter, stall
+from stored import add, add_out
 
-RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_stall.json"
 DEFAULT = TrainConfig()
 BATCH = DEFAULT.batch_size, DEFAULT.block_size
 OPTIMIZERS = {"fused": {"fused": True}, "foreach": {"foreach": True}}
@@ -133,7 +130,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--model", default="gpt-10m")
     parser.add_argument("--batch", type=int, nargs=2, default=BATCH, metavar=("SIZE", "TOKENS"))
-    parser.add_argument("--out", type=Path, default=RESULT)
+    add_out(parser, "bench_stall.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     commit, cases = code_commit(), []
@@ -149,8 +146,7 @@ def main() -> None:
                 f"({row['median_ms']['none']:.0f} ms)  extra {row['peak_bytes'] / 2**20:.1f} MiB",
                 flush=True,
             )
-    found = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    found[options.device] = {
+    add(options.out, options.device, {
         "machine": machine(options.device),
         "versions": versions(),
         "git_commit": commit,
@@ -158,8 +154,7 @@ def main() -> None:
         "batch": list(options.batch),
         "rounds": options.rounds,
         "cases": cases,
-    }
-    write_atomic(options.out, json.dumps(found, indent=1) + "\n")
+    })
 
 
 if __name__ == "__main__": main()

@@ -33,8 +33,8 @@ from altgrad.watching.monitors import memory_bytes
 from altgrad.training.tracking import code_commit, machine, versions
 from bench_monitors import seconds
 from bench_quantize import add_peers_option, find_peers
+from stored import add, add_out, read
 
-RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_step.json"
 POINTS = {"none": {}, "weights": dict(weight="E4M3"), "weights and activations": dict(weight="E4M3", activation="E4M3"),
           "all": dict(weight="E4M3", activation="E4M3", gradient="E5M2")}
 NATIVE = {
@@ -274,20 +274,21 @@ def same(case: dict) -> tuple:
     return case["model"], case["batch"], case["kind"]
 
 
+def products_of(device: str) -> str:
+    "The type in which the trainer multiplies on a device."
+    return "bfloat16" if fast_bfloat16(torch.device(device)) else "float32"
+
+
 def store(path: Path, place: str, facts: dict, row: dict) -> None:
     "Puts a case with those that were measured under the same facts, in place of an older one."
-    found = json.loads(path.read_text()) if path.is_file() else {}
     parts = [
         part | {"cases": [c for c in part["cases"] if same(c) != same(row)]}
-        for part in found.get(place, [])
+        for part in read(path).get(place, [])
     ]
     mine = next((part for part in parts if part | {"cases": 0} == facts | {"cases": 0}), None)
     if mine is None: parts.append(mine := facts | {"cases": []})
     mine["cases"].append(row)
-    write_atomic(
-        path,
-        json.dumps(found | {place: [part for part in parts if part["cases"]]}, indent=1) + "\n",
-    )
+    add(path, place, [part for part in parts if part["cases"]])
 
 
 def main() -> None:
@@ -297,11 +298,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--dtype",
-        default="bfloat16"
-        if fast_bfloat16(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        else "float32",
-        choices=("float32", "bfloat16"),
+        "--dtype", choices=("float32", "bfloat16"),
         help="of the products in both arms (default: as the trainer does)",
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -313,8 +310,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=models, choices=models)
     add_peers_option(parser)
     parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    add_out(parser, "bench_step.json")
     options = parser.parse_args()
+    options.dtype = options.dtype or products_of(options.device)
     find_peers(options.peers)
     if options.case:
         write_atomic(options.out, json.dumps(case(options)))

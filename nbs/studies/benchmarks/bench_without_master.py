@@ -6,28 +6,24 @@ of folders with it (or it is installed).
 Writes nbs/results/bench_without_master.json. About 20 minutes on two cores."""
 import argparse
 import importlib.util
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import altgrad
-from altgrad.basics import write_atomic
 from altgrad.geometry.rivals.lion import Lion
 from altgrad.model.gpt import GPT, loss_of, preset
 from altgrad.model.products import fast_bfloat16
 from altgrad.training.data import get_batch, load_corpus
 from altgrad.training.tracking import code_commit, machine, versions
+from bench_optim import peak
 from bench_quantize import add_peers_option, find_peers
+from stored import add, add_out
 
-RESULT = Path(__file__).resolve().parents[3] / "nbs/results/bench_without_master.json"
 AdamW = torch.optim.AdamW
 
 
@@ -129,20 +125,6 @@ class Run:
         self.times["step"].append(1e3 * (ended - began))
         self.times["optimizer"].append(1e3 * (ended - middle))
 
-    def peak(self) -> int:
-        "The most bytes that a step holds beyond those that stay."
-        if self.device != "cpu":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            self()
-            return torch.cuda.max_memory_allocated() - before
-        with torch.profiler.profile(profile_memory=True) as profile: self()
-        with tempfile.TemporaryDirectory() as folder:
-            profile.export_chrome_trace(f"{folder}/trace.json")
-            events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-        sizes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
-        return max(accumulate((bytes_ for _, bytes_ in sizes), initial=0))
-
     def row(self) -> dict:
         "What was measured, and counted."
         every = list(self.model.parameters())
@@ -154,7 +136,7 @@ class Run:
             "bytes_a_linear_weight": round(linear / count, 4),
             "kept_bytes": kept, "linear_weights": count,
             "parameters": sum(p.numel() for p in every),
-            "gradient_bytes": self.gradients, "peak_bytes_of_a_step": self.peak(),
+            "gradient_bytes": self.gradients, "peak_bytes_of_a_step": peak(self, self.device),
             **{f"{key}_ms": round(statistics.median(t), 3) for key, t in self.times.items()},
             **{f"fastest_{key}_ms": round(min(t), 3) for key, t in self.times.items()},
             "loss": round(statistics.fmean(self.losses[-20:]), 4),
@@ -173,7 +155,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs=2, default=(4, 128), metavar=("SIZE", "TOKENS"))
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--data", default="stdlib")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    add_out(parser, "bench_without_master.json")
     add_peers_option(parser)
     options = parser.parse_args()
     find_peers(options.peers)
@@ -195,13 +177,11 @@ def main() -> None:
             f"optimizer {row['optimizer_ms']:8.1f} ms  step {row['step_ms']:8.1f} ms  "
             f"loss {row['loss']:.4f}", flush=True,
         )
-    found = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    found[options.device] = {
+    add(options.out, options.device, {
         "machine": machine(options.device), "versions": versions(), "git_commit": commit,
         "model": options.model, "batch": list(options.batch), "steps": options.steps,
         "lr": options.lr, "text": corpus.hash, "rows": rows,
-    }
-    write_atomic(options.out, json.dumps(found, indent=1) + "\n")
+    })
 
 
 if __name__ == "__main__": main()

@@ -8,23 +8,20 @@ python nbs/studies/benchmarks/engines.py time --checkpoints DIR --corpus eurlex=
 """
 import argparse
 import itertools
-import json
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
-from altgrad.basics import write_atomic
 from altgrad.numbers.formats import EIGHT_BIT
 from altgrad.training.tracking import code_commit, machine, versions
 from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, run_arm
 from altgrad.evidence.replicas import run_arms
+from stored import add, add_out
 
-RESULT = Path(__file__).resolve().parents[3] / "nbs/results/replicas.json"
 COMPARED = [
     dict(format="E4M3", storage="grid_stochastic"),
     dict(format="E7M0", storage="grid_stochastic"),
@@ -46,7 +43,7 @@ def compare(bench: Bench, options: argparse.Namespace) -> list[dict]:
         for seed in options.seeds
     ]
     began = time.perf_counter()
-    stacked = run_arms(arms, bench, options.device, options.replicas[0])
+    stacked = run_arms(arms, bench, options.device, options.replicas)
     took = time.perf_counter() - began
     keys = (
         "format", "storage", "rule", "power", "lr", "seed", "checkpoint", "checkpoint_sha",
@@ -146,37 +143,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("compare", "time"))
-    parser.add_argument("--checkpoints", required=True)
-    parser.add_argument("--corpus", action="append", default=[], metavar="LABEL=DATA")
-    parser.add_argument(
+    both = argparse.ArgumentParser(add_help=False)
+    both.add_argument("--checkpoints", required=True)
+    both.add_argument("--corpus", action="append", default=[], metavar="LABEL=DATA")
+    both.add_argument(
         "--model", default="stdlib-0.1m", help="recipe of the checkpoint, e.g. stdlib-0.8m"
     )
-    parser.add_argument("--first", type=int, default=0, help="seed of the checkpoint")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--replicas", type=int, nargs="*", default=[16])
-    parser.add_argument("--workers", type=int, default=torch.multiprocessing.cpu_count())
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    both.add_argument("--first", type=int, default=0, help="seed of the checkpoint")
+    both.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_out(both, "replicas.json")
+    whats = parser.add_subparsers(dest="what", required=True)
+    comparing = whats.add_parser("compare", parents=[both], help="the loss of paired runs by each engine")
+    comparing.add_argument("--replicas", type=int, default=16, help="in a batch")
+    comparing.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    timing = whats.add_parser("time", parents=[both], help="runs per hour, on an idle machine")
+    timing.add_argument("--replicas", type=int, nargs="+", default=[16], help="in a batch, one after the other")
+    timing.add_argument("--workers", type=int, default=torch.multiprocessing.cpu_count())
+    timing.add_argument("--steps", type=int, default=300)
+    timing.add_argument("--rounds", type=int, default=3)
+    timing.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     commit = code_commit()
     bench = Bench(options.checkpoints, dict(c.split("=", 1) for c in options.corpus), Task())
     build_checkpoint(bench, f"{options.model}-{options.first}")
     config = {k: v for k, v in vars(options).items() if k not in ("checkpoints", "corpus", "out")}
-    found = json.loads(options.out.read_text()) if options.out.is_file() else {}
     rows = (compare if options.what == "compare" else runs_per_hour)(bench, options)
-    found[f"{options.what} {options.device} {options.model}"] = {
+    add(options.out, f"{options.what} {options.device} {options.model}", {
         "machine": machine(options.device),
         "versions": versions(),
         "git_commit": commit,
         "config": config,
         "corpus_sha": bench.corpus("eurlex").hash,
         "rows": rows,
-    }
-    write_atomic(options.out, json.dumps(found, indent=1) + "\n")
+    })
 
 
 if __name__ == "__main__": main()

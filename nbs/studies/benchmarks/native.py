@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -22,8 +21,7 @@ from altgrad.training.config import TrainConfig, make_config
 from altgrad.training.trainer import lr_at
 from bench_quantize import add_peers_option, find_peers
 from bench_step import NATIVE, convert, native_arms
-
-RESULT = Path(__file__).resolve().parents[3] / "nbs/results/native.json"
+from stored import add_out, read
 
 
 def made(arm: str, shape: GPTConfig, seed: int, device: str) -> GPT:
@@ -106,7 +104,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_peers_option(parser)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    add_out(parser, "native.json")
     options = parser.parse_args()
     find_peers(options.peers)
     commit, corpus = code_commit(), load_corpus(options.data)
@@ -129,8 +127,7 @@ def main() -> None:
         for seed in options.seeds
         for arm in arms
     ]
-    found = json.loads(options.out.read_text()) if options.out.is_file() else {}
-    found[f"{options.device} {options.model}"] = {
+    found = {
         "machine": machine(torch.device(options.device)),
         "versions": versions() | {"torchao": sys.modules["torchao"].__version__},
         "git_commit": commit,
@@ -139,7 +136,8 @@ def main() -> None:
         "first_gradient": first_gradients(arms, shape, corpus, c, options.device),
         "rows": rows,
     }
-    write_atomic(options.out, json.dumps(found) + "\n")
+    everything = read(options.out) | {f"{options.device} {options.model}": found}
+    write_atomic(options.out, json.dumps(everything) + "\n")
 
 
 if __name__ == "__main__": main()

@@ -23,6 +23,7 @@ from altgrad.numbers.formats import get_format
 from altgrad.numbers.referee import judge
 from altgrad.training.tracking import code_commit, machine, versions
 from referee_peers import E8M0, EITHER, PEERS, Case
+from stored import result
 
 ROOT = Path(__file__).resolve().parents[3]
 OUT = ROOT / "nbs/results/referee_agreement.json"
@@ -234,15 +235,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(TABLE), help="names of the table, with commas")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=result, help="the file of results (default: nbs/results/referee_agreement.json, "
+                        "which is of all names)")
     options = parser.parse_args()
     only = options.only.split(",")
     unknown = set(only) - set(TABLE)
     if unknown: parser.error(f"unknown: {', '.join(unknown)}; allowed: {', '.join(TABLE)}")
+    if only != list(TABLE) and not options.out: parser.error("--only needs --out: what is stored is of all names")
     warnings.simplefilter("ignore")  # of numpy, about casts of NaN
     commit = code_commit()
     rows, found, absent = judged(only) if len(only) == 1 else apart(only)
-    write_atomic(options.out, json.dumps({
+    write_atomic(options.out or OUT, json.dumps({
         "config": {"only": only}, "git_commit": commit, "machine": machine(),
         "versions": versions() | found, "absent": absent,
         "seconds": round(sum(r["seconds"] for r in rows), 1), "rows": rows,

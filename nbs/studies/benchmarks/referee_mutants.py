@@ -15,9 +15,9 @@ import torch
 from altgrad.basics import InputError, write_atomic
 from altgrad.numbers.referee import judge
 from altgrad.training.tracking import code_commit, machine, versions
+from stored import add_out
 
 ROOT = Path(__file__).resolve().parents[3]
-OUT = ROOT / "nbs/results/referee_mutants.json"
 SEED = 0
 
 
@@ -35,7 +35,7 @@ def row(planted) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=OUT)
+    add_out(parser, "referee_mutants.json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # of numpy, about casts of NaN: the quantizers are as they are
     sys.path.insert(0, str(ROOT / "tests"))

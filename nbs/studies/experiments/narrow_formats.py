@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from altgrad.basics import make_folder, write_atomic
+from altgrad.basics import InputError, make_folder, write_atomic
 from altgrad.evidence.bench import PROTOCOLS, Trial
 from altgrad.evidence.instrument import Arm, Weights, code_here, run_arm
 from altgrad.evidence.study import Cost, arm_of, build_study, costs, read_ledger
@@ -122,7 +122,10 @@ def law(points: list[Cost]) -> float:
 
 
 def foretell() -> None:
-    "Writes down what is expected, and how well the same way tells what is known."
+    """Writes down what is expected, and how well the same way tells what is known;
+    InputError where it stands already, for runs are compared with what was there before them."""
+    path = ROOT / "results/narrow/foretold.json"
+    if path.exists(): raise InputError(f"{path} was foretold already: remove it first")
     points = known_costs()
     old = [(c.format, "tensor", c.power) for c in points]
     new = [(f, "tensor", p) for f in SIX + FOUR for p in POWERS] + [(*b, 0.0) for b in BLOCKS]
@@ -140,7 +143,6 @@ def foretell() -> None:
              "checkpoints": LAW.confirm[:3], "corpus": LAW.corpus, "seed": 1000,
              "code": code_here(), "commit": git_commit(), "machine": machine(),
              "versions": versions()}
-    path = ROOT / "results/narrow/foretold.json"
     make_folder(path.parent)
     write_atomic(path, json.dumps(found, indent=1) + "\n")
 
