@@ -1,13 +1,13 @@
-"""Makes stored rows again, drawn by chance from every ledger but that of sizes, whose longest runs
-take hours, and stores how they compare.
+"""Makes stored rows again, drawn by chance from every ledger, and stores how they compare; of the
+ledger of sizes those that took two minutes at most on a CPU, for others take hours.
 
 python .ci/replays.py [--rows 30] [--seed 0]
 
-The result goes to nbs/results/replays.json, beside those of other machines and settings (as the
-page that shows it says, nbs/studies/portability.ipynb). Rows of failed runs are not drawn. A run of
-the bench that does not agree on another CPU is made twice more, at rates that lie a rounding's width
-beside its own: how far they end apart is how far a last bit can carry. Exit code 1 where a row does not
-agree and lies farther apart than that.
+The result goes to nbs/results/replays.json, beside those of other machines, settings and draws (as the
+page that shows it says, nbs/studies/portability.ipynb). Rows of failed runs are not drawn. A run that does
+not agree on another CPU, and needs no checkpoint of another's machine, is made twice more, at rates that lie
+a rounding's width beside its own: how far they end apart is how far a last bit can carry. Exit code 1 where a
+row does not agree and lies farther apart than that.
 """
 import argparse
 import json
@@ -31,19 +31,26 @@ STORED = RESULTS / "replays.json"
 LIMITS = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"  # what makes a CPU compute as an older one
 NUDGES = 2.0**-19, -(2.0**-19)  # relative: eight to sixteen units in float32's last place
 WITH_TEXTS = "ledger", "ledger/amended"  # texts and checkpoints lie beside them
+SIZES, MOST = "sizes", 120  # from first weights, which any machine can make; seconds of a run
 OF_BENCH = "bits", "narrow", *(f"reasons/{p.name}" for p in sorted(RESULTS.glob("reasons/*")))
 
 
 def drawn(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
     "Rows by chance, each with the folder that it lies in."
-    rows = [(folder, row) for folder in (*WITH_TEXTS, *OF_BENCH)
-            for row in read_rows(RESULTS / folder) if not row.get("error")]
+    rows = [(folder, row) for folder in (*WITH_TEXTS, *OF_BENCH, SIZES)
+            for row in read_rows(RESULTS / folder) if not row.get("error") and (folder != SIZES or short(row))]
     return random.Random(seed).sample(sorted(rows, key=lambda pair: pair[1]["run"]), count)
+
+
+def short(row: dict[str, Any]) -> bool:
+    "Whether a run is of minutes here, too."
+    return row["seconds"] <= MOST and "gpu" not in row["machine"]
 
 
 def place(folder: str, checkpoints: Path) -> tuple[Bench, Path | None]:
     "The bench that makes a folder's runs, and where its own checkpoints lie."
     if folder in OF_BENCH: return PROTOCOLS["bench-1"].bench(), None
+    if folder == SIZES: return Bench(checkpoints, beside(RESULTS / WITH_TEXTS[0])[0]), None
     texts, kept = beside(RESULTS / folder)
     return Bench(checkpoints, texts), kept
 
@@ -60,7 +67,7 @@ def compared(folder: str, row: dict[str, Any], checkpoints: Path) -> dict[str, A
     bench, kept = place(folder, checkpoints)
     agrees, said = replay(row, bench, kept)
     found = {"ledger": folder, "run": row["run"], "machine": row["machine"], "agrees": agrees, "said": said}
-    if agrees or same_cpu(row["machine"]) or folder not in OF_BENCH: return found
+    if agrees or same_cpu(row["machine"]) or folder in WITH_TEXTS: return found
     return found | nudged(row, bench)
 
 
@@ -84,7 +91,9 @@ def main() -> int:
              "versions": versions(), "rows": found}
     stored = json.loads(STORED.read_bytes()) if STORED.is_file() else {}
     name = f"{facts['machine']['cpu']}, {facts['machine']['capability']}"
-    stored[f"{name} by setting" if limits else name] = facts
+    if limits: name += " by setting"
+    if args.seed: name += f", draw {args.seed}"
+    stored[name] = facts
     write_atomic(STORED, json.dumps(stored, indent=1) + "\n")
     return 0 if all(map(explained, found)) else 1
 
