@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy.stats import bootstrap
 from sklearn.metrics import f1_score
 
 from altgrad.basics import InputError
@@ -155,6 +156,28 @@ def test_what_is_stored_is_what_was_made(made, small):
     given = answers["FP32-0"].astype(np.float32) > one["threshold"]
     assert one["micro_f1"] == pytest.approx(f1_score(answers["targets"], given, average="micro", zero_division=0))
     assert stored.prior["labels"] in (1, 2)
+
+
+def test_a_gap_over_acts_is_of_pooled_scores_and_of_acts_drawn_anew():
+    rng, acts, seeds = np.random.default_rng(0), 60, 2
+    targets = rng.random((acts, 4)) < 0.3
+    answers, found = {"targets": targets}, {}
+    for arm, noise in (("FP32", 0.3), ("E4M3 S^-1", 0.6)):
+        found[arm] = {seed: {"arm": arm, "seed": seed, "threshold": 0.5} for seed in range(seeds)}
+        for row in found[arm].values():
+            answers[labels.file_of(row)[:-4]] = (targets + noise * rng.standard_normal((acts, 4))).astype(np.float16)
+
+    def pooled(arm, drawn):
+        given = [answers[labels.file_of(row)[:-4]].astype(np.float32)[drawn] > 0.5 for row in found[arm].values()]
+        return f1_score(np.concatenate([targets[drawn]] * seeds), np.concatenate(given), average="micro")
+
+    gap = labels.over_acts(answers, found, "FP32", "E4M3 S^-1", times=4000)
+    between = lambda drawn: pooled("FP32", drawn) - pooled("E4M3 S^-1", drawn)
+    theirs = bootstrap([range(acts)], lambda x: between(x.astype(int)), n_resamples=2000, vectorized=False,
+                       method="percentile", rng=np.random.default_rng(1))
+    assert gap.mean > 0.05 and gap.mean == pytest.approx(between(np.arange(acts)))
+    # an end of 2,000 draws lies within a tenth of the spread of the statistic in nearly all cases: four times that
+    assert np.allclose(gap[1:], theirs.confidence_interval, rtol=0, atol=0.4 * theirs.standard_error)
 
 
 @pytest.mark.parametrize("change", [{"corpus": "other"}, {"config": {"max_steps": 2}}])

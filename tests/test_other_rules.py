@@ -38,6 +38,13 @@ def test_one_arm_that_gains_refutes_the_first_claim(mean, half, verdict):
     assert NONE_OUTSIDE(inside)[0] == HOLDS  # of E7M0 it says nothing
 
 
+def test_the_line_of_the_powers_is_judged_by_a_root_mean_square():
+    keys = list(program.KEYS)[:2]
+    assert program.on_the_line(dict(zip(keys, (0.01, -0.01)))) == (HOLDS, "0.010 over 2 arms")
+    assert program.on_the_line(dict(zip(keys, (0.03, 0.0))))[0] == REFUTED  # 0.021, whose mean is 0.015
+    assert program.on_the_line({keys[0]: 0.0})[0] == "not run"
+
+
 @pytest.mark.parametrize("mean, verdict", [(0.02, HOLDS), (0.011, OPEN), (0.005, REFUTED), (-0.3, REFUTED)])
 def test_the_second_claim_is_judged_by_its_interval(mean, verdict):
     assert IN_E7M0({THERE: an_effect(mean)})[0] == verdict

@@ -119,6 +119,34 @@ def test_added_noise_rounds_to_the_levels_of_a_residual(kind, levels):
     assert abs(steps.mean().item() - share) < 5 * (share * (1 - share) / 20_000) ** 0.5
 
 
+@pytest.mark.parametrize("program, kind, format, gap", [
+    # 0.75 is the largest weight of a tensor or a block. Alone in a tensor it is E7M0's own value, with a spacing of
+    # a power of two; MX gives E2M1 a power of two, under which it is 6, or 3, and NVFP4 one that makes it 6
+    ("noisy_adamw", "NoisyAdamW", "E4M3", 0.75 / 384 * 32), ("noisy_in_blocks", "MXFP4", "E2M1b1", 0.25),
+    ("noisy_in_blocks", "NVFP4", "E2M1b1", 0.25),
+])
+def test_added_noise_rounds_to_the_spacings_of_the_format(program, kind, format, gap):
+    w = torch.nn.Parameter(torch.full((640, 32), 0.75))
+    optimizer = getattr(load_experiment(program), kind)([w], lr=gap / 8, format=format)
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    steps = (0.75 - w.detach()) / gap
+    # float32 numbers near one, and scales of NVFP4 that are rounded to three bits beside one of the tensor
+    assert (steps - steps.round()).abs().max() < 2**-20 / gap and set(steps.round().flatten().tolist()) == {0.0, 1.0}
+    assert abs(steps.mean().item() - 1 / 8) < 5 * (7 / 64 / w.numel()) ** 0.5  # draws of one in eight
+
+
+@pytest.mark.parametrize("kind, width", [("MXFP4", 32), ("NVFP4", 16)])
+def test_noise_in_blocks_has_a_scale_for_each_block(kind, width):
+    small = torch.cat([torch.full((64, width), 0.75), torch.full((64, width), 0.75 / 64)], 1)
+    w = torch.nn.Parameter(small.clone())
+    optimizer = getattr(load_experiment("noisy_in_blocks"), kind)([w], lr=1e-3, format="E2M1b1")
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    moved = (small - w.detach()).abs().amax(0)
+    assert moved[:width].max() > 30 * moved[width:].max() > 0  # the spacing is relative to the block's own largest
+
+
 def test_inputs_that_differ_in_a_bit_refute():
     part = reasons.PARTS["inputs"]()
     losses = {name: [2.0] * len(CONFIRM) for name in part.arms}

@@ -36,8 +36,8 @@ def test_a_stored_comparison_names_its_circumstances(path):
 def commits() -> dict[str, set[str]]:
     "The commits that the files of results name; those submitted to the leaderboard are others'."
     found = {
-        str(p): set(re.findall(r'commit": ?"([0-9a-f]+\+?)"', p.read_text(encoding="utf-8")))
-        for p in (NBS / "results").rglob("*.json") if p.parent.name != "bench"
+        str(p): set(re.findall(r'commit": ?(?:"([0-9a-f]+\+?)"|null)', p.read_text(encoding="utf-8")))
+        for end in ("json", "jsonl") for p in (NBS / "results").rglob(f"*.{end}") if p.parent.name != "bench"
     }
     tables = {str(p): pq.read_table(p) for p in (NBS / "results").rglob("*.parquet")}
     return found | {

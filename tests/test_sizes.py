@@ -166,6 +166,11 @@ def test_an_interval_foretells_as_often_as_it_says():
 
 # --- claims on made-up rows
 
+def arm_of(row):
+    "The arm of a row, without what it is repeated over."
+    return sizes.plain(Arm(**arm_values(row)))
+
+
 def made_up(end, only=None):
     "Rows of all parts in which an arm's loss is end(part, arm), with a scatter of seeds."
     rows = []
@@ -270,6 +275,21 @@ def test_a_claim_rests_on_the_arms_that_it_asks_for():
     assert sizes.rests_on(claim, losses, nowhere | {"0.4m": {"FP32"}}) == []
     check = sizes.CLAIMS["rates"][0]
     assert sizes.rests_on(check, losses, nowhere | {"check-1.6m": {"E4M3 master"}}) == ["E4M3 master"]
+
+
+def test_an_arm_at_an_edge_is_one_wherever_its_rate_is_taken():
+    rows = [row for row in made_up(usual) if row["matrix"] != "tune-0.4m" or sizes.NAMES[arm_of(row)] != "FP32"]
+    part = sizes.PARTS["tune-0.4m"]
+    ((arm, middle),) = [(arm, lr) for arm, lr in part.matrix("tune-0.4m").cells if sizes.NAMES[sizes.plain(arm)] == "FP32"]
+    most = part.matrix("tune-0.4m").most  # rates, of which the highest is the best
+    for k, seed in product(range(-2, most - 2), sizes.TUNE_SEEDS[: part.seeds]):
+        run = replace(arm, lr=rate(middle, k), seed=seed, checkpoint=f"{part.recipe}-{seed}")
+        rows.append({**arm_facts(run), "matrix": "tune-0.4m", "stage": "tune", "val_loss": 3 - 0.1 * k,
+                     "raw_loss": 3 - 0.1 * k, "run": len(rows)})
+    edges = sizes.edges_of(rows)
+    assert {part: names for part, names in edges.items() if names} == {
+        name: {"FP32"} for name, part in sizes.PARTS.items() if part.tuned == "tune-0.4m"}
+    assert edges["0.1m"] == set() and "6.4m" in edges
 
 
 def test_one_seed_counts_only_where_it_is_asked_for():
