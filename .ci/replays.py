@@ -22,7 +22,7 @@ from typing import Any
 from altgrad.basics import tell, write_atomic
 from altgrad.evidence.bench import PROTOCOLS
 from altgrad.evidence.instrument import Arm, Bench, Task, arm_values, run_arm
-from altgrad.evidence.sweep import beside, read_rows, replay, same_cpu
+from altgrad.evidence.sweep import beside, read_rows, replay, same_cpu, with_threads
 from altgrad.training.tracking import git_commit, machine, versions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,8 +67,9 @@ def compared(folder: str, row: dict[str, Any], checkpoints: Path) -> dict[str, A
     bench, kept = place(folder, checkpoints)
     agrees, said = replay(row, bench, kept)
     found = {"ledger": folder, "run": row["run"], "machine": row["machine"], "agrees": agrees, "said": said}
-    if agrees or same_cpu(row["machine"]) or folder in WITH_TEXTS: return found
-    return found | nudged(row, bench)
+    with with_threads(row["machine"].get("threads", 1)):
+        if agrees or same_cpu(row["machine"]) or folder in WITH_TEXTS: return found
+        return found | nudged(row, bench)
 
 
 def explained(found: dict[str, Any]) -> bool:

@@ -218,6 +218,24 @@ def test_replay(here, whole, capsys):
     assert code == 0 and "bit for bit" in capsys.readouterr().out
 
 
+def test_a_row_is_made_again_with_as_many_threads_as_its_run_had(here, whole):
+    "So many are no other CPU: a loss that is off by less than the tolerance is refused."
+    row = {**find_row(Ledger(here / "one").rows(), next(iter(whole))), "commit": git_commit()}
+    assert row["machine"]["threads"] == 1
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        agrees, said = replay(row, bench(here))
+        assert agrees and "bit for bit" in said
+        agrees, said = replay({**row, "val_loss": row["val_loss"] + 0.009}, bench(here))
+        assert not agrees and "on the same kind of CPU" in said
+        assert torch.get_num_threads() == 2
+        for wrong in (0, "1", 10**6):
+            with pytest.raises(InputError, match="machine.threads"):
+                replay({**row, "machine": {**row["machine"], "threads": wrong}}, bench(here))
+    finally: torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("key, value, words", [
     ("task", {"stepps": 1}, "did you mean steps"), ("task", {"steps": 0}, "steps"), ("rule", "none", "unknown rule"),
 ])

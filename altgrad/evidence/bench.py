@@ -38,7 +38,7 @@ from ..training.experiment import Interval, interval
 from ..training.tracking import git_commit, machine, versions
 from .instrument import Arm, Bench, Task, Weights, make_rule
 from .study import cell_of
-from .sweep import Loss, Matrix, Sweep, Tuning, beside, loss_of_row
+from .sweep import Loss, Matrix, Sweep, Tuning, beside, loss_of_row, with_threads
 
 # %% ../../nbs/evidence/06_bench.ipynb #52127759
 @dataclass(frozen=True)
@@ -217,9 +217,7 @@ def step_times(
 ) -> list[float | None]:  # milliseconds, in the order of the arms; None for one that does not compile
     "The median time of a step of each arm's rule, with one weight of [1536, 384], one thread."
     make = _compiled_stepper if compiled else _stepper
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with with_threads(1):
         steps = [make(arm, task) for arm in arms]
         seconds: list[list[float]] = [[] for _ in arms]
         start = time.perf_counter()
@@ -230,7 +228,6 @@ def step_times(
                 began = time.perf_counter()
                 step()
                 times.append(time.perf_counter() - began)
-    finally: torch.set_num_threads(threads)
     return [1e3 * statistics.median(times[1:]) if times else None for times in seconds]
 
 def _one_weight(arm: Arm, task: Task) -> tuple[Any, torch.optim.Optimizer]:

@@ -17,9 +17,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
-# %% ../../nbs/evidence/07_leaderboard.ipynb #3ff60306
-import torch
-
 # %% ../../nbs/evidence/07_leaderboard.ipynb #43213ab5
 from ..basics import (COLORS, INK, InputError, in_figure_style, is_number, one_line,
                             parse_json, read_small, tell, unknown)
@@ -31,7 +28,7 @@ from ..training.tracking import versions
 from .bench import (CONFIRM_SEED, PROTOCOLS, ROLES, Protocol, Verdict, arms_of,
                                     bits_a_weight, compared, roles_of, settings_of, shown_name)
 from .instrument import Arm, identity, run_arm, run_id
-from .sweep import agreement, same_cpu
+from .sweep import agreement, same_cpu, with_threads
 
 # %% ../../nbs/evidence/07_leaderboard.ipynb #999f156d
 CURRENT = "bench-1"  # the protocol of a new submission; rows of an older one stay, marked
@@ -282,13 +279,6 @@ def _pick(card: Mapping[str, Any]) -> int:
     text = json.dumps(card, sort_keys=True)
     return int(hashlib.sha256(text.encode()).hexdigest(), 16) % len(card["checkpoints"])
 
-def _again(arm: Arm, bench: Any) -> dict[str, Any]:
-    "The row of a run, with one thread, as the workers of a bench have it."
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try: return run_arm(arm, bench)
-    finally: torch.set_num_threads(threads)
-
 # %% ../../nbs/evidence/07_leaderboard.ipynb #353d941e
 def _belied(card: Mapping[str, Any], role: str, row: Mapping[str, Any]) -> str:
     "What a run says otherwise than its card, beside the loss; empty where nothing."
@@ -318,7 +308,9 @@ def rerun(
     if run_id({**identity(arm, bench), "code": card["code"]}) != card["rows"][role][k]:
         return False, (f"{what}: run {card['rows'][role][k]} of the card is another run: another "
                        "rate, seed, text, checkpoint, task or version of the instrument")
-    try: row, bits = _again(arm, bench), bits_a_weight(arm, bench)
+    try:
+        with with_threads(1): row = run_arm(arm, bench)  # as the workers of a bench have it
+        bits = bits_a_weight(arm, bench)
     except Exception as e:
         return False, f"{what} fails here: {type(e).__name__}: {one_line(e)}"
     now, then, kept = row["val_loss"], card["losses"][role][k], card["bits"].get(role, bits)

@@ -7,8 +7,8 @@ __all__ = ['AXES', 'MOST_ARMS', 'MOST_RUNS', 'MOST_RATES', 'Losses', 'COLUMNS', 
            'read_matrix', 'Job', 'Loss', 'Tuning', 'loss_of_row', 'rate', 'tuning', 'wider_powers', 'Plan', 'plan',
            'Column', 'check_row', 'check_rows', 'Ledger', 'best_arms', 'power_of', 'places_of', 'counted',
            'start_bench', 'worker_bench', 'failure', 'work_alone', 'Workers', 'protocol_commit', 'Sweep', 'estimate',
-           'describe', 'compact', 'write_table', 'read_rows', 'flags', 'beside', 'find_row', 'same_cpu', 'replay',
-           'agreement']
+           'describe', 'compact', 'write_table', 'read_rows', 'flags', 'beside', 'find_row', 'same_cpu', 'with_threads',
+           'replay', 'agreement']
 
 # %% ../../nbs/evidence/01_sweep.ipynb #77055950
 import ctypes
@@ -1128,6 +1128,22 @@ def same_cpu(
     return all(now[key] == value for key, value in then.items()
                if key in ("system", "cpu", "capability", "threads"))
 
+@contextmanager
+def with_threads(
+    count: int,  # of torch
+) -> Iterator[None]:
+    "Compute with so many threads for a while; sums are added in another order where there are more."
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try: yield
+    finally: torch.set_num_threads(before)
+
+def _threads_of(row: Mapping[str, Any]) -> int:
+    "The number of threads that a row's run had."
+    count = row["machine"].get("threads", 1)
+    if type(count) is int and 1 <= count <= 1024: return count
+    raise InputError(f"machine.threads of a row must be a whole number from 1 to 1024, not {one_line(count, 60)!r}")
+
 def _bench_of(row: Mapping[str, Any], bench: Bench, kept: Path | None) -> Bench:
     "The bench that has the row's checkpoint, or what comes next to it."
     if kept is None or not (kept / f"{row['checkpoint']}.pt").is_file(): return bench
@@ -1156,12 +1172,13 @@ def replay(
             f"the row was made by version {row['instrument']} of the instrument, this is version "
             f"{VERSION}"
         )
-    bench = _bench_of(row, bench, kept)
-    build_checkpoint(bench, row["checkpoint"])
-    got = run_arm(arm, bench.with_task(task))
+    threads = _threads_of(row)
+    with with_threads(threads): bench = _bench_of(row, bench, kept)
+    build_checkpoint(bench, row["checkpoint"])  # with this process's threads, as a sweep builds it
+    with with_threads(threads): got, same = run_arm(arm, bench.with_task(task)), same_cpu(row["machine"])
     here = {"versions": versions(), "commit": git_commit(), "engine": None}
     other = [key for key, now in here.items() if row.get(key) != now]
-    return _verdict(row, got, other if same_cpu(row["machine"]) else ["CPU", *other])
+    return _verdict(row, got, other if same else ["CPU", *other])
 
 # %% ../../nbs/evidence/01_sweep.ipynb #09ef3197
 def agreement(
