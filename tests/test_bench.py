@@ -155,8 +155,9 @@ def test_what_was_asked_for_is_in_a_cards_folder_its_sentence_and_its_name(small
 ])
 def test_what_a_rule_does_wrong_is_a_sentence(here, capsys, step, storage, said):
     (here / "mine.py").write_text(RULE.replace("{step}", step))
-    assert bench("mine.py:Mine", "--storage", storage) == 0
-    assert said in capsys.readouterr().out
+    for _ in range(2):  # the second time all rows come from the ledger, which has no number that is not finite
+        assert bench("mine.py:Mine", "--storage", storage) == 0
+        assert said in capsys.readouterr().out
 
 
 HIDES = """

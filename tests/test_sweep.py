@@ -176,6 +176,20 @@ def test_an_arm_is_not_confirmed_before_its_failed_tuning_runs_are_made_again(he
     assert good == {run: row["lr"] for run, row in whole.items()}
 
 
+def test_a_sweep_judges_what_its_ledger_has(here, whole, monkeypatch):
+    "Runs at the lower rates end in no number: the rows in memory are those that a later sweep reads."
+    def results(workers, jobs, work):
+        for job in jobs:
+            row = {"error": None, **whole[sweep.run_id(job.arm)]}
+            yield job, {**row, "raw_loss": math.nan, "travel": math.inf} if job.arm.lr < 0.01 else row
+    monkeypatch.setattr("altgrad.evidence.sweep._results", results)
+    sweep = Sweep(read_matrix(MATRIX), here / "no_number", bench(here))
+    assert sweep.run(1, progress=False) == 0
+    later = Sweep(read_matrix(MATRIX), here / "no_number", bench(here))
+    assert later.rows == sweep.rows and later.plan() == sweep.plan()
+    assert any(row["travel"] is None for row in sweep.rows.values())
+
+
 def test_an_arm_with_two_rates_is_two_among_the_best():
     row = {"stage": "confirm", "format": "E4M3", "storage": "fp32", "rule": "adamw", "lr": 4e-3, "val_loss": 2.0}
     rows = [{**row, "run": f"{k}"} for k in range(4)]

@@ -356,7 +356,7 @@ def _runs(trial: Trial) -> dict[str, Any]:
         "edges": {role: t.edge for role, t in tuned.items()},
         "losses": {role: _column(rows, "val_loss") for role, rows in ends.items()},
         "diverged": {role: sum(row["diverged"] for row in rows) for role, rows in ends.items()},
-        "moved": any(row["travel"] for row in ends["rule"]),
+        "moved": any(row["travel"] != 0 for row in ends["rule"]),  # None: too far for a number
         "rows": {role: _column(rows, "run") for role, rows in ends.items()},
     }
 

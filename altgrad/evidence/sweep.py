@@ -311,8 +311,8 @@ def loss_of_row(
     row: Mapping[str, Any],  # of a ledger
 ) -> Loss:
     "Return the loss of a row's run; infinite where it failed or met a number that is not finite."
-    counted, raw = (math.inf if row.get(key) is None else row[key]
-                    for key in ("val_loss", "raw_loss"))
+    said = (row.get(key) for key in ("val_loss", "raw_loss"))
+    counted, raw = (math.inf if v is None or not math.isfinite(v) else v for v in said)
     return Loss(counted, raw, bool(row.get("error")))
 
 Losses = Callable[[Arm], Loss | None]  # how a run ended; None if it has not been made
@@ -932,7 +932,7 @@ def _run_sweep(sweep: Sweep, workers: int, progress: bool, pool: Any) -> int:
 # %% ../../nbs/evidence/01_sweep.ipynb #4325de33
 def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any],
            progress: bool) -> Iterator[dict[str, Any]]:
-    "The rows of one stage, as they come."
+    "The rows of one stage, as they come, and as the ledger has them."
     task = asdict(sweep.matrix.task)  # a run that failed does not say it itself
     with _progress(f"{sweep.matrix.name} {todo.stage}", len(todo.jobs), progress) as step:
         for job, result in _results(workers, todo.jobs, work_alone):
@@ -942,9 +942,9 @@ def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any],
                     "error": "the worker has other code, or another text or checkpoint: something "
                              "changed meanwhile"
                 }
-            row = {"run": mine, **asdict(job.arm), **result, "task": task, "stage": job.stage,
-                   "lr_edge": job.lr_edge, **facts,
-                   "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            row = _finite({"run": mine, **asdict(job.arm), **result, "task": task, "stage": job.stage,
+                           "lr_edge": job.lr_edge, **facts,
+                           "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())})
             step(f"{_label(job.arm)}: {row['error'] or round(row['val_loss'], 4)}")
             yield row
 
