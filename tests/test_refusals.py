@@ -937,6 +937,14 @@ def test_what_goes_on_elsewhere_says_so_and_keeps_what_made_the_steps_before(tra
     assert first.metrics() == whole and record["results"] == made["results"]
 
 
+def test_a_checkout_that_changes_during_a_run_made_none_of_its_steps(trained, monkeypatch, capsys):
+    commits = iter("abcdef")  # another one at every look
+    monkeypatch.setattr(trainer, "git_commit", lambda: next(commits) * 40)
+    record = trained("moving").record()
+    assert record["git_commit"] == "a" * 40 and "earlier" not in record
+    assert "goes on where" not in capsys.readouterr().err
+
+
 def test_a_warm_up_that_does_not_end_is_told(trained, tmp_path, capsys):
     config = load_config(trained("short").path / "config.yaml")
     for name, warmup in (("long", 3), ("all", 2)):

@@ -425,14 +425,14 @@ import os, signal, sys
 import altgrad.training.trainer as T
 from altgrad.model.parallel import ProcessLost
 from altgrad.cli import main
-update, commit, failed = T.Learner.update, T.git_commit, []
+update, path_text, failed = T.Learner.update, T.path_text, []
 def fails(learner, step, *rest):
     if step == 3: failed.append(step); raise ProcessLost("no answer")
     return update(learner, step, *rest)
-def interrupted():
+def interrupted(device):
     if failed and failed.pop(): os.kill(os.getpid(), signal.SIGTERM)
-    return commit()
-T.Learner.update, T.git_commit = fails, interrupted
+    return path_text(device)
+T.Learner.update, T.path_text = fails, interrupted
 sys.exit(main())
 """
 

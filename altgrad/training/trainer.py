@@ -17,6 +17,7 @@ import statistics
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping
@@ -875,6 +876,11 @@ class RunRecord:
     "Reads and writes a run's run.json: its circumstances, why it ended, its results."
     def __init__(self, trainer: Trainer): self.trainer, self.folder = trainer, trainer.folder
 
+    @cached_property
+    def made_by(self) -> dict[str, Any]:
+        "What makes the steps of this process: a checkout that changes meanwhile makes none of them."
+        return {"versions": versions(), "machine": machine(self.trainer.compute.device), "git_commit": git_commit()}
+
     def check(self) -> None:
         """InputError if the run in the folder used another text or compute dtype,
         was compiled otherwise, or was changed."""
@@ -915,11 +921,6 @@ class RunRecord:
         "Write the circumstances, why the run ended, and `more`."
         t, c, steps = self.trainer, self.trainer.config, len(self.folder.metrics())
         layers = [m for _, m in quantized_layers(t.model)]
-        made_by = {
-            "versions": versions(),
-            "machine": machine(t.compute.device),
-            "git_commit": git_commit(),
-        }
         self.folder.write_record({
             "name": c.name,
             "exit_reason": exit_reason,
@@ -934,14 +935,15 @@ class RunRecord:
             "corpus": t.corpus.facts(),
             "parameters": sum(p.numel() for p in t.model.parameters()),
             "quantized_parameters": sum(m.weight.numel() for m in layers),
-            **made_by,
-            **self._earlier(made_by, steps),
+            **self.made_by,
+            **self._earlier(steps),
             "steps": steps,
             **more,
         })
 
-    def _earlier(self, made_by: dict[str, Any], steps: int) -> dict[str, list]:
+    def _earlier(self, steps: int) -> dict[str, list]:
         "What made steps of the run before, where that was something else; a change is told once."
+        made_by = self.made_by
         before = self.folder.record() if steps else {}
         kept, was = before.get("earlier", []), {key: before.get(key) for key in made_by}
         if before and was != made_by:
