@@ -38,7 +38,7 @@ from ..training.experiment import Interval, interval
 from ..training.tracking import git_commit, machine, versions
 from .instrument import Arm, Bench, Task, Weights, make_rule
 from .study import cell_of
-from .sweep import Loss, Matrix, Sweep, Tuning, beside, loss_of_row, with_threads
+from .sweep import FLAGS, Loss, Matrix, Sweep, Tuning, beside, loss_of_row, with_threads
 
 # %% ../../nbs/evidence/06_bench.ipynb #52127759
 @dataclass(frozen=True)
@@ -431,7 +431,7 @@ def card_text(
         if mine and theirs:
             lines.append(f"{how}    {mine / theirs:.2f} of the time of {named['rival']} "
                          f"({mine:.3g} and {theirs:.3g} ms)")
-    if edges: lines.append(f"best rate at an end of those tried: {', '.join(edges)}")
+    if edges: lines.append(f"{FLAGS['edge']}: {', '.join(edges)}")
     return "\n".join([*lines, sentence(card)])
 
 # %% ../../nbs/evidence/06_bench.ipynb #8c8ee960

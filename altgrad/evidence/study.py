@@ -207,7 +207,7 @@ class Progress(NamedTuple):
     confirmed: int
     confirmed_planned: int
     frozen: int  # confirmation runs that count as the frozen model
-    edges: int  # arms whose tuned rate lies on an edge
+    edges: int  # arms whose tuned rate lies at an end of those tried, or only ties with another
 
     @property
     def state(self) -> str:
@@ -237,8 +237,8 @@ def progress_table(
 ) -> str:  # Markdown
     "One line a matrix."
     lines = [
-        "| tier | matrix | state | tuning runs | confirmation runs | counted as frozen | rates on "
-        "an edge |",
+        "| tier | matrix | state | tuning runs | confirmation runs | counted as frozen | rates at "
+        "an end, or tied |",
         "|---|---|---|---|---|---|---|",
     ]
     for p in items:

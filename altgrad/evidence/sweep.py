@@ -1070,7 +1070,7 @@ FLAGS = {
     "rises": "the mean training loss of the last fifth is more than 0.05 nats above the least "
              "fifth before it",
     "stuck": "over 99.9 % of non-zero steps leave the weight as it was",
-    "edge": "the tuned rate lies at an end of those tried",
+    "edge": "the tuned rate lies at an end of those tried, or only ties with another",
 }
 
 # %% ../../nbs/evidence/01_sweep.ipynb #f7cb2a49
