@@ -1026,3 +1026,20 @@ def test_codes_are_counted_among_those_of_the_format(fmt, codes):
     ax = Figure().subplots()
     report._plot_histogram(ax, arm, {"color": "gray"})
     assert ax.get_title().endswith(f"2 of {codes} used")
+
+
+@pytest.mark.parametrize("rules, codes, said", (
+    ("blocks.0.*: weight=E2M3; blocks.1.*: gradient=E5M2", "64 codes", "ordered by value"),
+    ("blocks.0.*: weight=E2M3; blocks.1.*: weight=E4M3", "256 codes", "several formats"),
+))
+def test_codes_of_a_run_without_a_format_are_those_of_its_rules(rules, codes, said):
+    from matplotlib.figure import Figure
+
+    counts = [5] + [0] * 254 + [3]
+    arm = {"config": {"name": "a", "format": None, "rules": rules}, "record": {"bit_histogram": counts}}
+    ax = Figure().subplots()
+    report._plot_histogram(ax, arm, {"color": "gray"})
+    assert ax.get_title().endswith(f"2 of {codes} used") and said in ax.get_xlabel()
+    # the last code is the negative one farthest from zero: first by value, last in order
+    ends = [bar.get_height() for bar in ax.patches]
+    assert (ends[0], ends[-1]) == ((3, 0) if said == "ordered by value" else (5, 3))

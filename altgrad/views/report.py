@@ -17,7 +17,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..basics import COLORS, INK, in_figure_style, write_atomic
-from ..numbers.formats import get_format
+from ..model.points import parse_rules
+from ..numbers.formats import FP8Format, get_format
 from ..training.experiment import Comparison, paired_gap
 
 # %% ../../nbs/views/00_report.ipynb #79a7cbc8
@@ -157,9 +158,8 @@ def _looks(result: Comparison) -> list[dict[str, Any]]:
     return looks
 
 # %% ../../nbs/views/00_report.ipynb #84323411
-def _by_value(counts: list[int], name: str) -> list[int]:
+def _by_value(counts: list[int], fmt: FP8Format) -> list[int]:
     "A bit histogram reordered from the most negative value to the most positive."
-    fmt = get_format(name)
     if not fmt.signed: return counts
     return counts[128:] + counts[:128] if fmt.twos_complement else counts[:127:-1] + counts[:128]
 
@@ -226,17 +226,25 @@ def _plot_gaps(ax: Any, result: Comparison) -> None:
     ax.set_xlabel("step")
 
 # %% ../../nbs/views/00_report.ipynb #b74ebb91
+def _format_of(config: dict[str, Any]) -> FP8Format | None:
+    "The format of a run's weights; None where there is none, or rules for single layers give several."
+    if config["format"]: return get_format(config["format"])
+    weights = [rule.points().get("weight") for rule in parse_rules(config.get("rules"))]
+    formats = {get_format(weight.format) for weight in weights if weight}
+    return formats.pop() if len(formats) == 1 else None
+
 def _plot_histogram(ax: Any, arm: dict[str, Any], look: dict[str, Any]) -> None:
     "Draw how often the final weights use each code."
-    name = arm["config"]["format"] or "none"
+    fmt = _format_of(arm["config"])
     counts = arm["record"].get("bit_histogram") or [0] * 256
     if sum(counts):
-        ax.bar(range(-128, 128), _by_value(counts, name), width=1.0, color=look["color"])
-    bits = 8 if name == "none" else get_format(name).bits
+        ax.bar(range(-128, 128), _by_value(counts, fmt) if fmt else counts, width=1.0, color=look["color"])
+    bits = fmt.bits if fmt else 8
     used = f"{sum(c > 0 for c in counts)} of {2 ** min(bits, 8)} {'top bytes' if bits > 8 else 'codes'} used"
     ax.set_title(f"{textwrap.fill(arm['config']['name'], 26)}\n{used}", fontsize=9)
     ax.set_yticks([])
-    ax.set_xlabel("code, ordered by value", fontsize=10)
+    ax.set_xlabel("code, ordered by value" if fmt or not sum(counts) else "code of several formats, in order",
+                  fontsize=10)
 
 # %% ../../nbs/views/00_report.ipynb #a6f707d6
 def plot_comparison(
