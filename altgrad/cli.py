@@ -1124,6 +1124,7 @@ def _refuse_empty(args: argparse.Namespace) -> None:
 _RESUMED = {  # commands that store as they go, and from what the next try goes on
     "train": "the last checkpoint", "compare": "the last checkpoint",
     "sweep": "the runs that are finished", "bench": "the runs that are finished",
+    "max-lr": "the runs that are finished",
     "conform": "the numbers that were judged",
 }
 

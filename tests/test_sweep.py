@@ -460,6 +460,36 @@ def test_a_second_writer_is_refused(here, capsys):
     assert "another sweep" in capsys.readouterr().err
 
 
+def test_a_file_system_without_locks_takes_a_ledger(tmp_path, monkeypatch):
+    import errno
+    import fcntl
+    def flock(file, how): raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with Ledger(tmp_path).writing() as append: append({"run": "a", "val_loss": 1.0})
+    assert [row["run"] for row in Ledger(tmp_path).rows()] == ["a"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="no limit of a file's size here")
+def test_a_disk_that_fills_up_is_one_line_and_keeps_the_rows_before(tmp_path):
+    "A limit of the file's size stands in for the disk, in the middle of the second row."
+    code = """
+import resource, signal, sys
+from altgrad.evidence import sweep
+from altgrad.basics import WriteError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (45, 45))
+try:
+    with sweep.Ledger(sys.argv[1]).writing() as append:
+        for name in "abc": append({"run": name, "val_loss": 1.0})
+except WriteError as e: print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.startswith(f"cannot write {tmp_path / 'ledger.jsonl'}: "), done.stderr
+    assert [row["run"] for row in Ledger(tmp_path).rows()] == ["a"]
+    with Ledger(tmp_path).writing() as append: append({"run": "b", "val_loss": 1.0})
+    assert [row["run"] for row in Ledger(tmp_path).rows()] == ["a", "b"]
+
+
 def test_stored_matrices_can_be_read():
     for path in sorted((Path(__file__).parent.parent / "nbs/studies/matrices").glob("*.yaml")):
         matrix = read_matrix(path.read_text())

@@ -39,7 +39,7 @@ from rich.progress import (
 )
 
 # %% ../../nbs/evidence/01_sweep.ipynb #d9a48267
-from ..basics import (InputError, html_card, is_number, one_line, parse_json, parse_yaml,
+from ..basics import (InputError, WriteError, html_card, is_number, one_line, parse_json, parse_yaml,
                             read_parquet, svg_bars, tell, unknown, write_atomic)
 from ..geometry.catalogue import RULES
 from ..geometry.outside import is_full, recall, sources_of, use_rule, use_storage
@@ -539,19 +539,21 @@ class Ledger:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[dict[str, Any]], None]]:
-        """A function that appends a row; InputError where another process writes,
-        or the folder cannot be used."""
+        """A function that appends a row, WriteError where the disk is full; InputError where another process
+        writes, or the folder cannot be used."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(self.path, "ab")
+            file = open(self.path, "ab", buffering=0)  # at its end nothing is left to be written
         except OSError as e: raise InputError(f"cannot write {self.path}: {e.strerror}") from None
         with file:
             _lock(file, self.path)
             _drop_torn_line(self.path)
             def append(row: dict[str, Any]) -> None:
-                file.write(json.dumps(_finite(row), allow_nan=False).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+                line = json.dumps(_finite(row), allow_nan=False).encode() + b"\n"
+                try:
+                    while line: line = line[file.write(line):]  # a full disk takes a part
+                    os.fsync(file.fileno())
+                except OSError as e: raise WriteError(f"cannot write {self.path}: {e.strerror}") from None
             yield append
 
 # %% ../../nbs/evidence/01_sweep.ipynb #1f2f0864
@@ -579,10 +581,11 @@ def _lock(file, path: Path) -> None:
     try: import fcntl
     except ModuleNotFoundError: return
     try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise InputError(
             f"another sweep writes to {path}; wait for it, or choose another --out"
         ) from None
+    except OSError: pass
 
 # %% ../../nbs/evidence/01_sweep.ipynb #e69813d7
 def best_arms(
