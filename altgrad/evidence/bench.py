@@ -36,7 +36,7 @@ from ..geometry.storage import STORAGES, GridTensor, make_grid_tensor, write
 from ..numbers.formats import FP8Format
 from ..training.experiment import Interval, interval
 from ..training.tracking import git_commit, machine, versions
-from .instrument import Arm, Bench, Task, Weights, make_rule
+from .instrument import Arm, Bench, Task, Weights, make_rule, refuse_unusual
 from .study import cell_of
 from .sweep import FLAGS, Loss, Matrix, Sweep, Tuning, beside, loss_of_row, with_threads
 
@@ -340,8 +340,8 @@ def compared(
 # %% ../../nbs/evidence/06_bench.ipynb #8e41b9f6
 def _seconds(trial: Trial) -> float:
     "Return the time of a trial's runs, were they made one after another."
-    cells, rows = set(trial.arms.values()), trial.rows.values()
-    return sum(row["seconds"] for row in rows if cell_of(row, trial.arms["rule"]) in cells)
+    cells = set(trial.arms.values())
+    return sum(row["seconds"] for row in trial.counted if cell_of(row, trial.arms["rule"]) in cells)
 
 def _times(trial: Trial, roles: tuple[str, ...], compiled: bool) -> dict[str, float | None]:
     "Return the time of a step by role, in ms."
@@ -479,7 +479,9 @@ def run_bench(
     workers: int = 1,
     progress: bool = True,
 ) -> dict[str, Any] | None:  # the card; None where runs failed: the ledger says why
-    "Run a trial to its end and write its card; what is in the ledger is not run again."
+    """Run a trial to its end and write its card; what is in the ledger is not run again.
+    InputError for an arm with more than a card says of it."""
+    refuse_unusual(replace(arm, moments="float32"), "the bench")
     trial = Trial(arms_of(arm, against), out, protocol)
     trial.check()
     if trial.run(workers, progress): return None

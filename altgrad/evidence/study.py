@@ -824,13 +824,17 @@ class Cost(NamedTuple):
     runs: int
 
 # %% ../../nbs/evidence/02_study.ipynb #91ec13b7
+_VARIED = "format", "storage", "rule", "power", "lr", "seed", "split", "checkpoint", "corpus"
+
 def costs(study: Study, storage: str, rule: str = "stiffness_adamw") -> list[Cost]:
-    "All runs that have a twin in FP32, averaged by format, power and rate; without diverged runs."
+    """All runs that have a twin in FP32, averaged by format, power and rate; without diverged runs,
+    and without arms of another floor, placement, granularity or other setting that is not usual."""
     groups = defaultdict(list)
     for arm, row in study.rows.items():
         twin = study.rows.get(replace(arm, storage="fp32"))
-        meant = (arm.storage, arm.rule, arm.placement) == (storage, rule, "update")
-        if not meant or twin is None or is_frozen(row) or is_frozen(twin): continue
+        usual = Arm(**{name: getattr(arm, name) for name in _VARIED})
+        if (arm.storage, arm.rule) != (storage, rule) or arm != usual: continue
+        if twin is None or is_frozen(row) or is_frozen(twin): continue
         groups[arm.format, arm.power, arm.lr].append((row["val_loss"] - twin["val_loss"],
                                                       row["noise_rms"] ** 2))
     points = []

@@ -375,7 +375,7 @@ def wider_powers(
         if any(found[replace(base, power=p)].missing for p in powers): continue  # not known yet
         losses = {p: min(found[replace(base, power=p)].losses) for p in powers}
         best = min(losses, key=losses.__getitem__)
-        onward = best + (matrix.power_step if best == max(powers) else -matrix.power_step)
+        onward = round(best + (matrix.power_step if best == max(powers) else -matrix.power_step), 9)
         alone = sum(v == losses[best] for v in losses.values()) == 1
         if (
             len(powers) < 3
@@ -866,6 +866,12 @@ class Sweep:
         found, self.others = _by_run(good, self.bench.code, self.accept)
         self.rows.update(found)
 
+    @property
+    def counted(self) -> list[dict[str, Any]]:
+        "The rows that count: of this code, and of those that are accepted."
+        codes = self.bench.code, *filter(None, self.accept)
+        return [row for row in self.rows.values() if (row.get("code") or "none").startswith(codes)]
+
     def run_id(self, arm: Arm) -> str:
         "The arm's identity."
         if arm not in self._ids: self._ids[arm] = run_id(identity(arm, self.bench))
@@ -954,7 +960,7 @@ def _stage(sweep: Sweep, todo: Plan, workers: Workers, facts: dict[str, Any],
 # %% ../../nbs/evidence/01_sweep.ipynb #3141a78c
 def _sweep_html(sweep: Sweep) -> str:
     "Return a card with the state of a sweep and its best arms so far."
-    todo, rows = sweep.plan(), list(sweep.rows.values())
+    todo, rows = sweep.plan(), sweep.counted
     arms, picture = _arms(rows)
     facts = {"arms": len(todo.cells), "runs made": f"{len(rows):,}", "stage": todo.stage,
              "runs to make in it": f"{len(todo.jobs):,}"}
