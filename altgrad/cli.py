@@ -887,7 +887,8 @@ def _judged(args: argparse.Namespace) -> tuple[Callable, dict[str, Any]]:
 
 # %% ../nbs/cli.ipynb #f8e8d913
 def _state_file(args: argparse.Namespace, asks: dict[str, Any]) -> Path:
-    "Where a sweep over all numbers keeps how far it has come; another function has another one."
+    """Where a sweep over all numbers keeps how far it has come; another function has another one,
+    and so has one with another module beside it, which it may import."""
     import hashlib
 
     from altgrad.basics import InputError, make_folder
@@ -900,7 +901,8 @@ def _state_file(args: argparse.Namespace, asks: dict[str, Any]) -> Path:
     return Path("runs/conform") / f"{sha.hexdigest()[:12]}.json"
 
 def _files_of(args: argparse.Namespace) -> list[Path]:
-    "The files that the words of a command, or the name of a function, name."
+    """The files that the words of a command, or the name of a function, name;
+    with a function's file the modules that lie beside it."""
     import shlex
     import shutil
 
@@ -913,6 +915,8 @@ def _files_of(args: argparse.Namespace) -> list[Path]:
     else:
         place = args.function.partition(":")[0]
         words = [place, _origin(place)]
+        own = [Path(word) for word in words if Path(word).is_file()]
+        words += [path for file in own for path in sorted(file.absolute().parent.glob("*.py"))]
     return [path for path in map(Path, words) if path.is_file()]
 
 def _origin(module: str) -> str:

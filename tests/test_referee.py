@@ -489,6 +489,9 @@ def test_a_sweep_of_another_program_has_another_state(foreign, monkeypatch):
     for file in ("sim.py", "tool", "package/inner.py", "mine.py"): Path(file).write_text("2")
     importlib.invalidate_caches()
     assert [a != state(**b) for a, b in zip(before, asks)] == [True] * 4 + [False]
+    inner, cat = state(function="package.inner:f"), state(binary="cat")
+    Path("package/helper.py").write_text("what inner.py may import")
+    assert state(function="package.inner:f") != inner and state(binary="cat") == cat
     assert state(binary="cat") != state(binary="true")
     for name in ("nowhere.at.all:f", "math:sqrt", "no.py:f", "right"): assert state(name)
     with pytest.raises(InputError, match="cannot run"): state(binary="'")

@@ -280,7 +280,8 @@ def test_a_claim_rests_on_the_arms_that_it_asks_for():
 def test_an_arm_at_an_edge_is_one_wherever_its_rate_is_taken():
     rows = [row for row in made_up(usual) if row["matrix"] != "tune-0.4m" or sizes.NAMES[arm_of(row)] != "FP32"]
     part = sizes.PARTS["tune-0.4m"]
-    ((arm, middle),) = [(arm, lr) for arm, lr in part.matrix("tune-0.4m").cells if sizes.NAMES[sizes.plain(arm)] == "FP32"]
+    cells = part.matrix("tune-0.4m").cells
+    ((arm, middle),) = [(arm, lr) for arm, lr in cells if sizes.NAMES[sizes.plain(arm)] == "FP32"]
     most = part.matrix("tune-0.4m").most  # rates, of which the highest is the best
     for k, seed in product(range(-2, most - 2), sizes.TUNE_SEEDS[: part.seeds]):
         run = replace(arm, lr=rate(middle, k), seed=seed, checkpoint=f"{part.recipe}-{seed}")
