@@ -26,6 +26,8 @@ from altgrad.geometry.spacing import (
     stiffness_floor, to_line,
 )
 from altgrad.geometry.optim import GridSGD, Madam, RiemannianAdamW, StiffnessAdamW, StiffnessSGD, on_grids
+from altgrad.geometry.rivals.average import AveragedAdamW
+from altgrad.geometry.rivals.eco import ECO
 from altgrad.geometry.rivals.lion import Lion
 from altgrad.geometry.rivals.moments import with_moments
 from altgrad.geometry.storage import make_grid_tensor
@@ -625,3 +627,57 @@ def test_the_comparison_is_seen_by_nobody(compared_anew):
     try: found = optim.compare_loops()
     finally: torch.set_default_dtype(torch.float32)
     assert found == optim.compare_loops()
+
+
+OTHERS = {
+    "power of ECO": (partial(StiffnessAdamW, fmt="E4M3"), partial(ECO, fmt="E4M3"), "power must be 0"),
+    "decay": (partial(StiffnessAdamW, fmt="E4M3"), partial(AveragedAdamW, fmt="E4M3"), "the state has no decay"),
+    "power": (partial(RiemannianAdamW, fmt="E4M3"), partial(StiffnessAdamW, fmt="E4M3"), "the state has no power"),
+    "damping": (Madam, partial(GridSGD, fmt="E4M3"), "the state has no momentum, .*damping"),
+    "format": (torch.optim.AdamW, partial(StiffnessAdamW, fmt="E4M3"), "the state has no fmt"),
+}
+
+
+def after_a_step(make, seed: int = 1):
+    "A weight, and the optimizer that moved it once."
+    p = nn.Parameter(weights(8, 9))
+    rule = make([p])
+    p.grad = weights(8, 9, seed=seed)
+    rule.step()
+    return p, rule
+
+
+def held(p, rule):
+    "What a rule holds, as plain values."
+    state = {k: v.tolist() if torch.is_tensor(v) else v for k, v in rule.state[p].items()}
+    return state, [{k: v for k, v in group.items() if k != "params"} for group in rule.param_groups]
+
+
+@pytest.mark.parametrize("there, here, told", OTHERS.values(), ids=OTHERS)
+def test_a_state_of_another_rule_is_refused_and_nothing_is_loaded(there, here, told):
+    saved, (p, rule) = after_a_step(there)[1].state_dict(), after_a_step(here, seed=2)
+    before, group = held(p, rule), rule.param_groups[0]
+    with pytest.raises(InputError, match=told) as error: rule.load_state_dict(saved)
+    assert "\n" not in str(error.value)
+    assert held(p, rule) == before and rule.param_groups[0] is group
+    rule.step()
+
+
+@pytest.mark.parametrize("damage, told", [
+    ({"power": math.nan}, "power must be a finite number"), ({"lr": -1.0}, "lr must be a finite number"),
+    ({"betas": (0.9, 1.0)}, "each of betas"), ({"placement": "elsewhere"}, "placement"),
+])
+def test_a_state_with_a_setting_that_is_refused_elsewhere_is_not_loaded(damage, told):
+    p, rule = after_a_step(partial(StiffnessAdamW, fmt="E4M3"))
+    saved, before = rule.state_dict(), held(p, rule)
+    saved["param_groups"][0].update(damage)
+    with pytest.raises(InputError, match=told): rule.load_state_dict(saved)
+    assert held(p, rule) == before
+
+
+def test_groups_that_are_too_many_or_too_few_are_torchs_error():
+    rule = StiffnessAdamW([nn.Parameter(weights(3))], "E4M3")
+    saved = rule.state_dict()
+    for groups in ([], saved["param_groups"] * 2):
+        with pytest.raises(ValueError, match="parameter groups"):
+            rule.load_state_dict({**saved, "param_groups": groups})

@@ -123,6 +123,17 @@ def _check_common(group: dict[str, Any]) -> None:
         if p.dtype not in (torch.float32, torch.float64):
             raise InputError(f"update rules take float32 or float64 parameters, not {p.dtype}")
 
+def _loaded_group(optimizer: Any, saved: dict[str, Any], had: dict[str, Any]) -> dict[str, Any]:
+    "A group of a saved state with its format as an object; InputError where it is no group of this rule."
+    lost = [key for key in optimizer.defaults if key in had and key not in saved]
+    if lost:
+        raise InputError(f"the state has no {', '.join(lost)}: it is not one of {type(optimizer).__name__}")
+    group = {**saved, "fmt": check_sign_magnitude(FP8Format(**saved["fmt"]))}
+    checked = {**group, "params": had["params"]}
+    _check_common(checked)
+    optimizer.check(checked)
+    return group
+
 # %% ../../nbs/geometry/04_optim.ipynb #daea6565
 class GeometryOptimizer(torch.optim.Optimizer):
     "The frame of all rules; a subclass says which moments a parameter has, and how it moves."
@@ -148,9 +159,11 @@ class GeometryOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Restore what `state_dict` gave."
-        groups = [{**g, "fmt": FP8Format(**g["fmt"])} for g in state["param_groups"]]
-        super().load_state_dict({**state, "param_groups": groups})
+        """Restore what `state_dict` gave; InputError, and the optimizer as it was, for a state
+        that lacks a setting or has one that this rule cannot take."""
+        saved = state["param_groups"]
+        groups = [_loaded_group(self, *pair) for pair in zip(saved, self.param_groups)]
+        super().load_state_dict({**state, "param_groups": groups + saved[len(groups):]})
 
     def check(self, group: dict[str, Any]) -> None:
         "Raise an InputError for a setting that this rule cannot take."
