@@ -13,8 +13,8 @@ import torch._dynamo.testing
 import altgrad.numbers.kernels as K
 import altgrad.numbers.native as N
 from altgrad.basics import InputError
-from altgrad.numbers.counts import quantize_stats
-from altgrad.numbers.formats import FORMATS, FP8Format
+from altgrad.numbers.counts import histogram_of, quantize_stats
+from altgrad.numbers.formats import FORMATS, FP8Format, get_format
 from altgrad.numbers.kernels import ROUNDING, rounding_key, set_path, uniform
 from altgrad.numbers.quantize import dequantize, fake_quantize, quantize
 from old import NO_COMPILER
@@ -347,7 +347,7 @@ def test_a_default_device_does_not_move_what_the_library_reads():
     code = """
 import torch
 with torch.device("meta"): import altgrad.numbers.kernels as K
-from altgrad.numbers.counts import quantize_stats
+from altgrad.numbers.counts import histogram_of, quantize_stats
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.model.points import Precision
 from altgrad.watching.sums import round_and_sum
@@ -552,3 +552,45 @@ def test_a_histogram_counts_the_codes_of_the_result(name, overflow, path):
     assert torch.allclose(y, fake_quantize(x, fmt, overflow=overflow), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(found.histogram, torch.bincount(fmt.to_bits(y).long(), minlength=256))
     assert found.nan == 1 and found.inf == 2
+
+
+SMALL = FP8Format("no zero", 4, 3, 7, "none", False, False)
+
+
+@pytest.mark.parametrize("spec", ["E2M1b-20", "E2M1b-30", "E4M3b-60", "E1M2b-125", "E4M3b100", "E4M3b126", "E2M3b140",
+                                  "E7M3b130", SMALL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("path", ["auto", "eager", "compiled"], indirect=True)
+def test_every_code_of_any_bias_is_counted_once(spec, dtype, path):
+    fmt = get_format(spec)
+    values = fmt.values[~fmt.values.isnan()].to(dtype)
+    y, found = quantize_stats(values, fmt, overflow="saturate" if fmt.specials == "none" else "special")
+    assert torch.equal(y, values)
+    once = torch.bincount(fmt.to_bits(values).long(), minlength=2**fmt.bits)
+    assert torch.equal(found.histogram, once) and once.max() == 1
+    assert torch.equal(histogram_of(values.float(), fmt), once)
+
+
+FLUSHED = """
+import torch
+from altgrad.numbers import kernels, native
+from altgrad.numbers.counts import histogram_of, quantize_stats
+from altgrad.numbers.formats import FORMATS, get_format
+kernels.native_now()
+formats = [f for f in FORMATS.values() if f.min_spacing >= 2.0**-126] + [get_format("E2M1b-10")]
+def counted():
+    found = []
+    for path in ("auto", "eager"):
+        kernels.set_path(path)
+        for f in formats: found.append(quantize_stats(f.values[~f.values.isnan()], f)[1].histogram)
+    return found
+before = counted()
+assert torch.set_flush_denormal(True)
+print(len(formats) > 25 and all(map(torch.equal, counted(), before)))
+"""
+
+
+def test_a_histogram_is_the_same_where_subnormal_numbers_are_flushed():
+    "Values of a format that are float32's normal numbers have their codes there, too."
+    done = subprocess.run([sys.executable, "-c", FLUSHED], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr[-1500:]

@@ -186,34 +186,37 @@ def _bin_codes(fmt: FP8Format, device: torch.device) -> Tensor:
 
 # %% ../../nbs/numbers/03_counts.ipynb #96783f94
 class _Layout(NamedTuple):
-    """The numbers that find a value's bin: a factor that moves the exponents to float32's lowest,
-    bits to drop, the bin of the smallest magnitude, the last."""
-    factor: Any  # a number; a scalar tensor in compiled code, as the three below
-    drop: Any
-    first: Any
-    last: Any
+    """The numbers that find a value's bin; in compiled code each is a scalar tensor."""
+    factor: Any  # 1, unless exponents below float32's are to be moved up to those
+    lowest: Any  # the first normal binade, after that
+    drop: Any  # how many bits of a float32 say nothing
+    least: Any  # what is left of those of `lowest`
+    first: Any  # what is left of those of the smallest magnitude, less `least`
+    last: Any  # bin
 
 # %% ../../nbs/numbers/03_counts.ipynb #365599cc
 @cache
 def _layout(fmt: FP8Format, device: torch.device) -> tuple[_Layout, tuple[Tensor, ...]]:
     "A format's layout as numbers, and as tensors on a device for a compiled kernel."
+    m, lowest = fmt.mantissa_bits, max(fmt.min_exponent, -126)
     found = _Layout(
-        2.0 ** (-126 - fmt.min_exponent), 23 - fmt.mantissa_bits, int(not fmt.has_zero),
-        fmt.magnitudes,
+        2.0 ** (lowest - fmt.min_exponent), 2.0**lowest, 23 - m, lowest + 127 << m,
+        0 if fmt.has_zero else 1 << m, fmt.magnitudes,
     )
     return found, (
-        torch.tensor(found.factor, device=device),
-        torch.tensor(found[1:], dtype=torch.int32, device=device),
+        torch.tensor(found[:2], dtype=torch.float32, device=device),
+        torch.tensor(found[2:], dtype=torch.int32, device=device),
     )
 
 # %% ../../nbs/numbers/03_counts.ipynb #57297732
 def _bins(q: Tensor, layout: _Layout) -> Tensor:
     "The bins (int32) of values of the format; of 0 for NaN."
-    bits = (q.nan_to_num(0.0, torch.inf, -torch.inf).float() * layout.factor).view(torch.int32)
-    magnitude = (
-        ((bits & 0x7FFFFFFF) >> layout.drop).sub_(layout.first).clamp_(0).clamp_(max=layout.last)
-    )
-    return magnitude.add_((bits >> 31).bitwise_and_(1).mul_(layout.last + 1))
+    x = q.nan_to_num(0.0, torch.inf, -torch.inf).float() * layout.factor
+    a, negative = x.abs(), (x.view(torch.int32) >> 31).bitwise_and_(1)
+    above = (a.view(torch.int32) >> layout.drop).clamp_(min=layout.least)
+    below = a.clamp_(max=layout.lowest).add_(layout.lowest).view(torch.int32) >> layout.drop
+    magnitude = above.add_(below).sub_(2 * layout.least + layout.first)
+    return magnitude.clamp_(0).clamp_(max=layout.last).add_(negative.mul_(layout.last + 1))
 
 # %% ../../nbs/numbers/03_counts.ipynb #2b4327aa
 def _count_bins(bins: Tensor, n: int) -> Tensor:
@@ -285,10 +288,10 @@ def _compiled(how: K.How, device: str, codes: bool, large: bool) -> Callable:
     "`_measure` in one pass that writes the result in place."
     def kernel(
         x: Tensor, out: Tensor, scale: Tensor | None, inverse: Tensor | None, numbers: Any,
-        factor: Tensor, places: Tensor,
+        binade: Tensor, places: Tensor,
     ) -> tuple:
         K.keep_to_size(x, large)
-        layout = _Layout(factor, *places.unbind()) if codes else None
+        layout = _Layout(*binade.unbind(), *places.unbind()) if codes else None
         x, out = (K.in_rows(t, _ROW) for t in (x, out))  # type: ignore[assignment]
         y, bins, found = _measure(
             x, scale, inverse, K.Grid(*numbers.unbind()), how,

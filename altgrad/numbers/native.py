@@ -93,7 +93,7 @@ class Call(ctypes.Structure):
 
 class Places(ctypes.Structure):
     "Where a value's bin is: see `altgrad.numbers.counts`."
-    _fields_ = [("factor", _D), ("drop", _I), ("first", _I), ("last", _I)]
+    _fields_ = [("factor", _D), ("lowest", _D), ("drop", _I), ("least", _I), ("first", _I), ("last", _I)]
 
 class Sums(ctypes.Structure):
     "What a pass has counted; squares in `LANES` sums."
@@ -268,11 +268,13 @@ template <class X> NOINLINE static void add_squares(const X* __restrict x, int64
 }
 template <class X> NOINLINE static void find_bins(const X* __restrict q, int32_t* __restrict bin, int64_t n,
                                                   const Places& p) {
-  const float factor = p.factor;
-  const int32_t drop = p.drop, first = p.first, last = p.last;
+  const float factor = p.factor, lowest = p.lowest;
+  const int32_t drop = p.drop, least = p.least, last = p.last, offset = 2 * least + p.first;
   for (int64_t i = 0; i < n; i++) {
     const uint32_t b = bits(q[i] == q[i] ? float(q[i]) * factor : 0.f);  // NaN is counted as 0
-    int32_t k = int32_t((b & 0x7FFFFFFFu) >> drop) - first;
+    const float a = real<float>(b & 0x7FFFFFFFu), low = a < lowest ? a : lowest;
+    const int32_t above = int32_t(bits(a) >> drop), below = int32_t(bits(low + lowest) >> drop);
+    int32_t k = (above > least ? above : least) + below - offset;
     k = k < 0 ? 0 : k;
     k = k > last ? last : k;
     bin[i] = k + int32_t(b >> 31) * (last + 1);
