@@ -19,7 +19,7 @@ from altgrad.geometry.storage import (
     GridTensor, grid_storages, load_plain_state, make_grid_tensor, plain_state, store_on_grid,
 )
 from altgrad.model.surgery import quantize_model
-from altgrad.numbers.formats import FORMATS
+from altgrad.numbers.formats import FORMATS, get_format
 
 STORAGES = ("grid_nearest", "grid_stochastic", "grid_residual4", "grid_wide4", "bf16")
 START = torch.tensor([[1.0, -2.0, 0.5, 4.0], [0.25, 3.0, -1.5, 448.0]])  # all of E4M3, and so are their halves
@@ -394,6 +394,20 @@ def test_a_zero_of_either_sign_has_a_code(name):
     fmt = FORMATS[name]
     zeros = unpack(pack(torch.tensor([-0.0, 0.0]), fmt), fmt)
     assert zeros.tolist() == [0, 0] and zeros.signbit().tolist() == [fmt.code_minus_zero is not None, False]
+
+
+@pytest.mark.parametrize("spec", ["E4M3b126", "E4M3b125", "E4M3b124", "E4M3b127", "E2M5b123", "E2M1b-20", "E4M3b-60"])
+def test_every_value_has_its_code_under_any_bias(spec):
+    "Where one over the smallest spacing is no float32 number, too."
+    fmt = get_format(spec)
+    codes = pack(fmt.values, fmt)
+    assert torch.equal(codes.long(), fmt.to_bits(fmt.values).long())
+    assert torch.equal(codes.long(), torch.arange(2**fmt.bits))
+
+
+def test_zeros_stay_zeros_in_a_format_of_tiny_numbers():
+    values = torch.tensor([0.0, 1.0, -1.0])
+    assert torch.equal(make_grid_tensor(values, "E4M3b126", "grid_nearest").dequantize(), values)
 
 
 @pytest.mark.parametrize("bits", [0, 3, 5, 6, 7, 16])

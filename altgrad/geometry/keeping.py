@@ -30,7 +30,7 @@ def pack(
     "The codes of finite values that lie on the grid; of -0, where a format has none, that of 0."
     if fmt.name == "bfloat16": return q.to(torch.bfloat16)
     check_sign_magnitude(fmt)
-    fits = q.dtype == torch.float32 and fmt.min_exponent > -126
+    fits = q.dtype == torch.float32 and fmt.min_exponent > -126 and fmt.min_spacing >= 2.0**-127
     if not fits: q = q.double()
     if fmt.code_minus_zero is None: q = q + 0.0
     whole, mantissa, bias = _LAYOUT[q.dtype]
