@@ -306,6 +306,19 @@ def test_a_memory_of_another_length_is_refused(memory, scale):
         scaling.load_state_dict(state | {"memory": torch.ones(16, *shape), "scale": torch.ones(shape)})
 
 
+@pytest.mark.parametrize("make", [AmaxNow, AmaxFirst, AmaxAverage])
+def test_a_memory_of_another_shape_than_the_scale_is_refused(make):
+    scaling = Scaling("E4M3", make())
+    state = scaling.state_dict()
+    for memory, scale in (((3,), ()), ((), (3,)), ((1,), ())):
+        with pytest.raises(InputError, match="a memory of shape .* is not that of Amax"):
+            scaling.load_state_dict(state | {"memory": torch.ones(memory), "scale": torch.ones(scale)})
+    assert scaling.memory.state is None
+    for shape in ((), (3,)):
+        scaling.load_state_dict(state | {"memory": torch.ones(shape), "scale": torch.ones(shape)})
+        scaling.update(torch.ones(shape))
+
+
 @pytest.mark.parametrize("make", MEMORIES.values(), ids=MEMORIES)
 def test_what_is_not_a_number_changes_nothing(make):
     s = Scaling("E4M3", make())
