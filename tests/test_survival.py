@@ -198,6 +198,7 @@ def outcome(folder: Path) -> dict:
         "record": timeless(run.record()),
         "entries": entries,
         "states": states,
+        "seconds": run.record()["results"]["wall_clock_s"],  # which no two runs share
     }
 
 
@@ -285,10 +286,12 @@ def test_killed_before_file_operations(data, tmp_path, whole):
 
 
 def kill_at_random(times: int, seed: int, config: dict, out: Path, data: Path, whole: dict) -> int:
-    "Kills a run at random moments, again and again, until it comes through; how many kills."
+    """Kills a run at random moments, again and again, until it comes through; how many kills.
+    The first falls into the first half of the time that a run takes which nothing disturbs."""
     rng, kills, folder = random.Random(seed), 0, out / config["name"]
+    wait = min(1.5, whole["seconds"] / 2)
     while True:
-        process, end = begin(config, out, data), time.monotonic() + rng.uniform(0, 1.5)
+        process, end = begin(config, out, data), time.monotonic() + rng.uniform(0, wait)
         while process.exitcode is None and (time.monotonic() < end or kills >= times):
             time.sleep(0.001)
         process.kill()
@@ -296,6 +299,7 @@ def kill_at_random(times: int, seed: int, config: dict, out: Path, data: Path, w
         if process.exitcode == 0: break
         assert process.exitcode == -signal.SIGKILL
         kills += 1
+    assert kills, "the run came through before it was killed"
     assert_same(folder, whole)
     return kills
 
