@@ -139,6 +139,30 @@ def test_a_weight_on_a_grid_is_rounded_once_however_often_the_rule_writes(here):
     assert optimizer.param_groups[0]["params"][0] is w
 
 
+SUBCLASSES = """
+from altgrad.geometry.optim import GridSGD, StiffnessAdamW
+
+class Mine(GridSGD): pass
+
+class Bent(StiffnessAdamW): pass
+"""
+
+
+def test_a_subclass_of_a_rule_is_told_what_the_rule_is(here, tmp_path):
+    (tmp_path / "ours.py").write_text(SUBCLASSES)
+    mine, bent = (use_rule(f"{tmp_path}/ours.py:{name}") for name in ("Mine", "Bent"))
+    for name, like, key, values in ((mine, "grid_sgd", "rounding", ("none", "nearest", "stochastic")),
+                                    (bent, "stiffness_adamw", "formula", ("smooth", "ulp"))):
+        for value in values:
+            settings = RuleSettings(fmt="E4M3", lr=0.03, **{key: value})
+            made, usual = (build_rule(rule, [torch.nn.Parameter(torch.ones(4))], settings) for rule in (name, like))
+            assert made.defaults == usual.defaults and made.defaults[key] == value
+    config = {"format": "E4M3", "formula": "smooth", "rule_lr": 0.01}
+    assert make_config({**config, "rule": bent}).formula == "smooth"
+    for rule in (mine, use_rule("lion.py:Lion")):
+        with pytest.raises(InputError, match="does not read formula"): make_config({**config, "rule": rule})
+
+
 def trained(name: str, stop: bool) -> torch.Tensor:
     "A weight after four steps, with the state through a file after the second if asked for."
     start = torch.linspace(-1, 1, 32)

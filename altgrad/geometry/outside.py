@@ -176,7 +176,7 @@ def _found(name: str, group: str) -> tuple[str, Any, str] | None:
 
 # %% ../../nbs/geometry/07_outside.ipynb #7193d65b
 TOLD = ("lr", "format", "storage", "seed", "betas", "beta1", "beta2", "beta", "momentum", "eps",
-        "weight_decay", "power", "placement", "damping", "floor_octaves", "fmt")  # by name
+        "weight_decay", "power", "placement", "damping", "floor_octaves", "formula", "rounding", "fmt")  # by name
 
 # %% ../../nbs/geometry/07_outside.ipynb #f9732bdf
 def _asked(full: str, cls: type) -> list[str]:
