@@ -27,6 +27,7 @@ from rich.text import Text
 
 # %% ../../nbs/views/01_watch.ipynb #a2be1d4b
 from ..basics import COLORS, INK, InputError, in_figure_style, is_number, one_line
+from ..geometry.storage import STORAGES
 from ..watching.metrics import is_pooled
 from ..watching.series import read_histograms, read_series
 from ..watching.thresholds import Thresholds
@@ -55,8 +56,9 @@ def limits_of(
     config: dict[str, Any],  # of the run
 ) -> dict[str, float]:
     "The limits that mean something for a run."
-    on_grid = config.get("storage", "master") not in ("master", "fp32")
-    return {key: limit for key, limit in LIMITS.items() if on_grid or key != "bit_stall_rate"}
+    kind = STORAGES.get(str(config.get("storage", "master")))
+    loses = kind is None or kind.on_grid and not kind.residual_bits  # updates that change no code
+    return {key: limit for key, limit in LIMITS.items() if loses or key != "bit_stall_rate"}
 
 # %% ../../nbs/views/01_watch.ipynb #6c440a22
 def worst(

@@ -157,11 +157,11 @@ UPDATES = MetricGroup(
             "0: the model stands still",
         ),
         Metric(
-            "bit_stall_rate", "1 - flips / updates, for weights stored on a grid", "share",
+            "bit_stall_rate", "1 - flips / updates, for weights stored on a grid with nothing beside", "share",
             "above 0.5: most of the learning is lost to rounding",
         ),
         Metric(
-            "code_unchanged_rate", "the same, for FP32 master weights", "share",
+            "code_unchanged_rate", "the same, for FP32 master weights and codes with a residual", "share",
             "none: small updates add up, near 1 is normal",
         ),
         Metric(
@@ -170,8 +170,8 @@ UPDATES = MetricGroup(
         ),
         Metric(
             "decay_stall_rate",
-            "weights $w \\ne 0$ on a nearest-rounding grid with $Q(w(1-\\eta\\lambda)) = w$, of "
-            "4,096",
+            "weights $w \\ne 0$ on a nearest-rounding grid without a residual with "
+            "$Q(w(1-\\eta\\lambda)) = w$, of 4,096",
             "share",
             "1: weight decay, by itself, moves nothing",
         ),

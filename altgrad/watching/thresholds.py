@@ -34,7 +34,7 @@ class Thresholds:
     overflow_rate: float | None = 0.01  # of a tensor's elements, above
     underflow_rate: float | None = 0.01  # above
     nonfinite_rate: float | None = 0.0  # above
-    bit_stall_rate: float | None = 0.5  # of the updates of weights that live on the grid, above
+    bit_stall_rate: float | None = 0.5  # of the updates of weights on a grid with nothing beside, above
     kurtosis: float | None = 10.0  # Pearson's; a normal distribution has 3; above
     dead_neurons: float | None = 0.0  # share of a layer's outputs, above
     entropy_share: float | None = 0.1  # of an attention head, below
@@ -219,6 +219,10 @@ def neighbour_format(
     return ladder[at] if 0 <= at < len(ladder) else None
 
 # %% ../../nbs/watching/06_thresholds.ipynb #035507f5
+def _keeps_format(w: torch.Tensor) -> bool:
+    "Return whether a weight is stored in a format that is not its layer's, as bf16 is: its stalls are not the layer's."
+    return isinstance(w, GridTensor) and w.kind.fmt is not None
+
 def _recode(grid: GridTensor, fmt: FP8Format) -> None:
     """Gives a grid weight another format of eight bits, in place:
     its values are rounded to nearest under a new scale, and what lay beside them is forgotten."""
@@ -244,7 +248,7 @@ def set_weight_format(
         q, weight, fmt = layers[name].points["weight"], layers[name].weight, get_format(spec)
         new[q.format] = fmt
         q.become(replace(q.precision, format=fmt))
-        if isinstance(weight, GridTensor) and weight.kind.fmt is None: _recode(weight, fmt)
+        if isinstance(weight, GridTensor) and not _keeps_format(weight): _recode(weight, fmt)
     for group in chain.from_iterable(o.param_groups for o in optimizers):
         if group.get("fmt") in new: group["fmt"] = new[group["fmt"]]
 
@@ -267,6 +271,7 @@ def _fit_gradients(model: nn.Module, step: int, m: Measurement, limit: float | N
 def _neighbours(model: nn.Module, exponent_bits: int) -> dict[str, str]:
     "Layers to the specs of the formats beside theirs, where there are any."
     layers = dict(quantized_layers(model))
+    if exponent_bits < 0: layers = {name: m for name, m in layers.items() if not _keeps_format(m.weight)}
     near = {name: neighbour_format(m.weight_format, exponent_bits) for name, m in layers.items()}
     return {name: fmt.spec for name, fmt in near.items() if fmt}
 

@@ -288,10 +288,11 @@ class UpdateCounts:
         grid = w if isinstance(w, GridTensor) else None
         sums = UpdateSums(*update_sums(old.values, now.values, old.scale, now.scale, fmt).unbind())
         if grid is not None: sums = _as_written(sums, writes_since(self.counts[name], grid))
-        parcel["updates", name, fmt, grid is not None] = torch.stack(sums)
+        loses = grid is not None and grid.residual is None  # what does not change a code
+        parcel["updates", name, fmt, loses] = torch.stack(sums)
 
         nearest = grid is not None and grid.fmt == fmt and grid.kind.rounding == "nearest"
-        shrink = decay.get(id(m.weight), 0.0) if nearest else 0.0
+        shrink = decay.get(id(m.weight), 0.0) if loses and nearest else 0.0
         scale = sample_scale(old.scale, now.values.shape)
         found = _Sample(sample(old.values), sample(now.values), scale, shrink)
         if name not in self.origin or self.formats.setdefault(name, fmt) != fmt:  # after a moved bit anew
@@ -308,13 +309,13 @@ def _as_written(sums: UpdateSums, n: Writes) -> UpdateSums:
     return UpdateSums(n.updates.double(), n.flips.double(), sums.sign_changes, weights)
 
 # %% ../../nbs/watching/03_updates.ipynb #30ee6c2c
-def _update_rates(row: np.ndarray, on_grid: bool) -> dict[str, float]:
+def _update_rates(row: np.ndarray, loses: bool) -> dict[str, float]:
     "The metrics that follow from `UpdateSums`."
     n = UpdateSums(*row)
     unchanged = 1 - n.flips / n.updates if n.updates else math.nan
     rates = {"updates": n.updates, "flips": n.flips, "zero_update_rate": 1 - n.updates / n.weights,
              "sign_change_rate": n.sign_changes / n.weights,
-             "bit_stall_rate" if on_grid else "code_unchanged_rate": unchanged}
+             "bit_stall_rate" if loses else "code_unchanged_rate": unchanged}
     return {name: float(value) for name, value in rates.items()}
 
 # %% ../../nbs/watching/03_updates.ipynb #35b6cda1
@@ -323,13 +324,13 @@ def update_metrics(
 ) -> dict[str, float]:  # path to value; NaN where it is not defined
     "The metrics of `UPDATES` by layer, and of the counts under `all`."
     keys = [key for key in found if key[0] == "updates"]
-    rows = [(name, on_grid, found[what, name, fmt, on_grid]) for what, name, fmt, on_grid in keys]
+    rows = [(name, loses, found[what, name, fmt, loses]) for what, name, fmt, loses in keys]
     for kind in (True, False):
-        alike = [row for _, on_grid, row in rows if on_grid == kind]
+        alike = [row for _, loses, row in rows if loses == kind]
         if alike: rows.append(("all", kind, np.sum(alike, 0)))
     values: dict[str, float] = {}
-    for layer, on_grid, row in rows:
-        rates = _update_rates(row, on_grid)
+    for layer, loses, row in rows:
+        rates = _update_rates(row, loses)
         values |= {f"updates/{layer}/{name}": value for name, value in rates.items()}
     for layers, table in rows_of(found, "sizes").items():
         for layer, row in zip(layers, table):
