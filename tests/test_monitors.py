@@ -14,6 +14,7 @@ import altgrad.numbers.kernels as K
 from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT, FORMATS
 from altgrad.numbers.quantize import fake_quantize
+from altgrad.geometry.optim import RiemannianAdamW
 from altgrad.geometry.storage import STORAGES, grid_storages, store_on_grid
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
@@ -523,6 +524,44 @@ def test_codes_are_counted_from_where_a_format_began():
         updates.stop(parcel)
         found.append(parcel.unpack()["sizes", ("0",)][0][5])
     assert found == [0, 0]
+
+
+@pytest.mark.parametrize("storage, begun, new, why", (
+    ("grid_nearest", "float4_e2m1fn", {"0": "E4M3"}, "codes of E4M3 do not fit"),
+    ("grid_nearest", "E4M3", {"0": "float4_e2m1fn"}, "codes of float4_e2m1fn do not fit"),
+    ("grid_residual4", "E4M3", {"0": "E4M11"}, "codes of E4M11 do not fit"),
+    ("grid_nearest", "E4M3", {"0": "E3M4", "1": "nonsense"}, "nonsense"),
+    ("master", "E4M3", {"0": "E3M4", "1": "nonsense"}, "nonsense"),
+    ("master", "E4M3", {"0": "E3M4"}, "one group of an optimizer must get one format, not 0 E3M4, 1 E4M3"),
+))
+def test_formats_that_cannot_be_given_change_nothing(storage, begun, new, why):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    quantize_model(model, begun, skip=())
+    store_on_grid(model, storage)
+    weights = [m.weight.detach().clone() for m in model]
+    codes = [w.codes.clone() for w in weights] if storage != "master" else []
+    rule = RiemannianAdamW([m.weight for m in model], begun)
+    with pytest.raises(InputError, match=why): set_weight_format(model, [rule], new)
+    assert [m.weight_format.name for m in model] == [begun, begun] and rule.param_groups[0]["fmt"].name == begun
+    assert all(torch.equal(m.weight.detach() + 0, w + 0) for m, w in zip(model, weights))
+    assert all(torch.equal(m.weight.data.codes, c) for m, c in zip(model, codes))
+
+
+def test_a_weight_on_a_manifold_keeps_its_format():
+    pytest.importorskip("geoopt")
+    model = nn.Sequential(nn.Linear(16, 16))
+    quantize_model(model, "E4M3", manifold=True)
+    with pytest.raises(InputError, match="0: a weight on a manifold"): set_weight_format(model, [], {"0": "E3M4"})
+    assert model[0].weight_format == model[0].weight.manifold.fmt
+
+
+def test_a_group_follows_its_own_layers_alone():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    quantize_model(model, "E4M3", skip=())
+    rule = RiemannianAdamW([{"params": [m.weight]} for m in model], "E4M3")
+    set_weight_format(model, [rule], {"0": "E3M4"})
+    assert [group["fmt"].name for group in rule.param_groups] == ["E3M4", "E4M3"]
 
 
 def test_a_shadow_leaves_the_statistics_of_batches_as_they_are():

@@ -22,6 +22,7 @@ from torch import nn
 from ..basics import InputError, one_line, unknown
 from ..numbers.formats import EIGHT_BIT, FORMATS, FP8Format, get_format
 from ..geometry.storage import GridTensor, make_grid_tensor
+from ..model.points import Precision
 from ..model.surgery import globs_of, quantized_layers, quantizers
 from .metrics import is_pooled
 from .monitors import Measurement
@@ -223,34 +224,64 @@ def _keeps_format(w: torch.Tensor) -> bool:
     "Return whether a weight is stored in a format that is not its layer's, as bf16 is: its stalls are not the layer's."
     return isinstance(w, GridTensor) and w.kind.fmt is not None
 
-def _recode(grid: GridTensor, fmt: FP8Format) -> None:
-    """Gives a grid weight another format of eight bits, in place:
-    its values are rounded to nearest under a new scale, and what lay beside them is forgotten."""
-    w = grid.dequantize()
-    fresh = make_grid_tensor(w, fmt, "grid_nearest", granularity=grid.granularity)
+def _in_format(name: str, grid: GridTensor, fmt: FP8Format) -> GridTensor:
+    "A layer's weight in another format, rounded to nearest; InputError where its codes do not fit the weight's memory."
+    fresh = make_grid_tensor(grid.dequantize(), fmt, "grid_nearest", granularity=grid.granularity)
+    mine, its = grid.held_codes, fresh.held_codes
+    if (mine.shape, mine.dtype) == (its.shape, its.dtype): return fresh
+    raise InputError(f"{name}: codes of {fmt.name} do not fit the memory of those of {grid.fmt.name}: "
+                     "the formats must have as many bits")
+
+def _recode(grid: GridTensor, fresh: GridTensor) -> None:
+    """Gives a grid weight another format, in place: the codes and scales of `fresh`;
+    what lay beside its own is forgotten."""
+    fmt = fresh.fmt
     grid.how = {**grid.how, "fmt": fmt}  # copies of the weight share the old one
     grid.hold(fresh.codes, fresh.scales())
     if grid.residual is not None: grid.residual.zero_()
 
 # %% ../../nbs/watching/06_thresholds.ipynb #59f272c2
+def _following(
+    layers: dict[str, Any], optimizers: Iterable[torch.optim.Optimizer], new: dict[str, Precision]
+) -> list[tuple[dict[str, Any], FP8Format]]:
+    """The groups in the format of their layers, and the format that these are to have;
+    InputError where that are several."""
+    found = []
+    for group in chain.from_iterable(o.param_groups for o in optimizers):
+        own = {id(p) for p in group["params"]}
+        alike = {name: m.weight_format for name, m in layers.items() if id(m.weight) in own}
+        alike = {name: fmt for name, fmt in alike.items() if fmt == group.get("fmt")}
+        after = {name: get_format(new[name].format) if name in new else fmt for name, fmt in alike.items()}
+        if len(set(after.values())) > 1:
+            told = ", ".join(f"{name} {fmt.name}" for name, fmt in after.items())
+            raise InputError(f"layers of one group of an optimizer must get one format, not {one_line(told, 80)}")
+        found += [(group, fmt) for fmt in set(after.values())]
+    return found
+
+# %% ../../nbs/watching/06_thresholds.ipynb #59f272c3
 @torch.no_grad()
 def set_weight_format(
     model: nn.Module,  # with quantized layers
     optimizers: Iterable[torch.optim.Optimizer],  # whose geometry follows
     formats: dict[str, str],  # layer to the spec of its new format
 ) -> None:
-    """Changes weight formats in the middle of a run,
-    or after a restart before weights are loaded; moments stay. InputError for a layer that is not there."""
-    layers, new = dict(quantized_layers(model)), {}
+    """Changes weight formats in the middle of a run, or after a restart before weights are loaded; moments stay.
+    InputError, and an untouched model, for a layer that is not there, codes that do not fit the weight's memory,
+    a weight on a manifold, and several formats in a group of an optimizer."""
+    layers, grids = dict(quantized_layers(model)), []
     for name in formats:
         if name not in layers: raise unknown("layer", name, layers)
-    for name, spec in formats.items():
-        q, weight, fmt = layers[name].points["weight"], layers[name].weight, get_format(spec)
-        new[q.format] = fmt
-        q.become(replace(q.precision, format=fmt))
-        if isinstance(weight, GridTensor) and not _keeps_format(weight): _recode(weight, fmt)
-    for group in chain.from_iterable(o.param_groups for o in optimizers):
-        if group.get("fmt") in new: group["fmt"] = new[group["fmt"]]
+        if hasattr(layers[name].weight, "manifold"):
+            raise InputError(f"{name}: a weight on a manifold keeps the format of its manifold")
+    new = {name: replace(layers[name].points["weight"].precision, format=spec) for name, spec in formats.items()}
+    for name, precision in new.items():
+        w = layers[name].weight
+        if not isinstance(w, GridTensor) or _keeps_format(w): continue
+        grids.append((w, _in_format(name, w, get_format(precision.format))))
+    follow = _following(layers, optimizers, new)
+    for name, precision in new.items(): layers[name].points["weight"].become(precision)
+    for w, fresh in grids: _recode(w, fresh)
+    for group, fmt in follow: group["fmt"] = fmt
 
 # %% ../../nbs/watching/06_thresholds.ipynb #6a2c704f
 def _beyond(rate: float, limit: float | None) -> bool: return limit is not None and rate > limit
