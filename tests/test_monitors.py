@@ -526,6 +526,23 @@ def test_codes_are_counted_from_where_a_format_began():
     assert found == [0, 0]
 
 
+@pytest.mark.parametrize("drop", ((), ("formats",)), ids=("whole", "older"))
+def test_where_codes_began_outlives_a_restart_after_a_moved_bit(drop):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    quantize_model(model, "E4M3")
+    def displacement(monitors, step):
+        monitors.begin(step)
+        return monitors.end().values["updates/0/code_displacement"]
+    whole = Monitors(model, every=1)
+    assert displacement(whole, 1) == 0
+    again = Monitors(model, every=1)
+    again.load_state_dict({key: value for key, value in whole.state_dict().items() if key not in drop})
+    assert again.updates.origin.keys() == {"0"}
+    set_weight_format(model, [], {"0": "E3M4"})
+    assert displacement(whole, 2) == 0  # nothing has moved since the format began
+    if not drop: assert displacement(again, 2) == 0
+
+
 @pytest.mark.parametrize("storage, begun, new, why", (
     ("grid_nearest", "float4_e2m1fn", {"0": "E4M3"}, "codes of E4M3 do not fit"),
     ("grid_nearest", "E4M3", {"0": "float4_e2m1fn"}, "codes of float4_e2m1fn do not fit"),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 # %% ../../nbs/watching/04_monitors.ipynb #8d50d2e2
 from ..basics import InputError
+from ..numbers.formats import get_format
 from ..model.gpt import attention_entropy
 from ..model.parallel import rank, total
 from ..model.products import CLASSES
@@ -280,17 +281,21 @@ class Monitors:
         return Measurement(self.step, values, histograms)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as plain tensors: where weights began,
+        """Return the state for a checkpoint, as plain tensors and text: where weights began and in which formats,
         and which neurons have been silent since when."""
         origin = {name: list(o) for name, o in self.updates.origin.items()}
-        return {"origin": origin, "silent": dict(self.of_gradients.silent)}
+        formats = {name: fmt.spec for name, fmt in self.updates.formats.items()}
+        return {"origin": origin, "formats": formats, "silent": dict(self.of_gradients.silent)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        "Restore what `state_dict` gave; InputError for what is of other layers."
+        """Restore what `state_dict` gave, of an older version without formats; InputError for what is of
+        other layers."""
         known = self.updates.layers.keys() | self.of_gradients.layers.keys()
-        if set(state) != {"origin", "silent"} or not (state["origin"].keys() | state["silent"].keys()) <= known:
+        state = {"formats": {}, **state}  # older: the weights' own formats
+        if set(state) != {"origin", "formats", "silent"} or not set().union(*state.values()) <= known:
             raise InputError("the state of the monitors is that of another model")
         self.updates.origin = {name: Origin(*o) for name, o in state["origin"].items()}
+        self.updates.formats = {name: get_format(spec) for name, spec in state["formats"].items()}
         self.of_gradients.silent = dict(state["silent"])
 
 # %% ../../nbs/watching/04_monitors.ipynb #8900026c
