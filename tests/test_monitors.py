@@ -581,6 +581,29 @@ def test_a_group_follows_its_own_layers_alone():
     assert [group["fmt"].name for group in rule.param_groups] == ["E3M4", "E4M3"]
 
 
+@pytest.mark.parametrize("fmt", ("E4M3", "E7M0", "bfloat16"))
+def test_updates_of_float64_that_float32_does_not_see_are_counted(fmt):
+    from altgrad.watching.updates import WeightMonitor
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False, dtype=torch.float64))
+    quantize_model(model, fmt)
+    w, cheap, updates, parcel = model[0].weight, WeightMonitor(model), UpdateCounts(model), Parcel()
+    with torch.no_grad():  # a code that only float64 tells from its neighbour: a tie, and a bit above it
+        w[0, 0] = tie = 0.25 * (1 + 2.0 ** -(FORMATS[fmt].mantissa_bits + 1))
+    cheap.measure()
+    updates.start()
+    old, old_q = w.detach().clone(), model[0].quantized_weight().detach()
+    with torch.no_grad():
+        w -= 1e-9 * torch.randn_like(w).sign()
+        w[0, 0] = tie + 1e-12
+    updates.stop(parcel)
+    moved = int((w != old).sum())
+    flips = int(((w != old) & (model[0].quantized_weight() != old_q)).sum())
+    found = UpdateSums(*parcel.unpack()["updates", "0", FORMATS[fmt], False])
+    assert (found.updates, found.flips) == (moved, flips) and moved > 4000
+    assert cheap.measure()["bit_stall_rate"] == 1 - flips / moved
+
+
 def test_a_shadow_leaves_the_statistics_of_batches_as_they_are():
     def trained(watched):
         torch.manual_seed(0)

@@ -33,8 +33,10 @@ from .sums import Parcel, rows_of, sample, sample_scale, sums_in_pieces
 def plain_weight(
     w: Tensor,  # a layer's weight, of any shape
 ) -> Tensor:  # without gradient; of a grid the values
-    "A weight as an ordinary float32 tensor."
-    return w.data.dequantize() if isinstance(w.data, GridTensor) else w.detach().float()
+    "A weight as an ordinary tensor: float64 where it is that, else float32."
+    if isinstance(w.data, GridTensor): return w.data.dequantize()
+    w = w.detach()
+    return w if w.dtype == torch.float64 else w.float()
 
 def _spacings(m: Quantized) -> Tensor:
     "log2 of each weight's spacing, in units of the layer's RMS."
@@ -96,7 +98,7 @@ class WeightMonitor:
         or the weight; and its rounded value."""
         w = layer.weight
         if isinstance(w, GridTensor): return w.how["counts"].clone(), w.dequantize()
-        return w.detach().float().clone(), layer.quantized_weight().float()
+        return plain_weight(w).clone(), layer.quantized_weight().float()
 
     @torch.no_grad()
     def measure(self) -> dict[str, float | None]:
@@ -157,21 +159,21 @@ def _by_native(
 # %% ../../nbs/watching/03_updates.ipynb #0ea9fae5
 @torch.no_grad()
 def update_sums(
-    before: Tensor,  # float32 weights [out, ...]
-    after: Tensor,  # the same shape
+    before: Tensor,  # float32 or float64 weights [out, ...]
+    after: Tensor,  # the same shape and dtype
     scale: Tensor,  # before, broadcastable to the weights
     scale_after: Tensor,  # broadcastable to the weights
     fmt: FP8Format,
 ) -> Tensor:  # float64: `UpdateSums`
     "Count what a step did to weights that are rounded to nearest at their use."
-    grid, facts = K.grid_of(fmt, torch.float32)
+    grid, facts = K.grid_of(fmt, before.dtype)
     how = K.How(rounding="nearest", overflow="saturate", random_bits=24, multiply=False,
                 scaling="none", out=torch.float32, clip=False, **facts)
     rows = (len(before), *[1] * (before.dim() - 1))
     s, s2 = (t.float() if t.dim() > 1 else t.float().expand(rows) for t in (scale, scale_after))
     found = _by_native(before, after, (s, s2), grid, how)
     if found is not None: return found
-    numbers = K.numbers_of(grid, how.wide, before.device)
+    numbers = K.numbers_of(grid, how.wide or before.dtype == torch.float64, before.device)
     return sums_in_pieces(_update_sums(how), (before, after, s, s2), (numbers,))
 
 # %% ../../nbs/watching/03_updates.ipynb #3516f9a9
