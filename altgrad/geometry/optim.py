@@ -644,6 +644,8 @@ def _descend_pass(w, step, ratio, numbers):
 class StiffnessSGD(GeometryOptimizer):
     """SGD with momentum and the stiffness to a power on the update;
     power 0 and a constant stiffness are torch's SGD, bit for bit."""
+    decouples: ClassVar[bool] = False  # weight decay is a part of the gradient
+
     def __init__(
         self,
         params: Iterable,  # float32 or float64 parameters, or groups of them

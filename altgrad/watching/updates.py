@@ -191,8 +191,8 @@ def decay_rates(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, float]
     found: dict[int, float] = {}
     for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
         inner: Any = getattr(optimizer, "optimizer", optimizer)  # in accelerate's
-        coupled = isinstance(inner, BY_ELEMENT) and not decouples(inner, group)
-        rate = 0.0 if coupled else (group.get("lr") or 0.0) * (group.get("weight_decay") or 0.0)
+        apart = decouples(inner, group) if isinstance(inner, BY_ELEMENT) else getattr(inner, "decouples", True)
+        rate = 0.0 if not apart else (group.get("lr") or 0.0) * (group.get("weight_decay") or 0.0)
         found |= dict.fromkeys(map(id, group["params"]), rate)
     return found
 
