@@ -604,6 +604,31 @@ def test_updates_of_float64_that_float32_does_not_see_are_counted(fmt):
     assert cheap.measure()["bit_stall_rate"] == 1 - flips / moved
 
 
+def test_a_shared_weight_counts_once_in_all():
+    from altgrad.watching.points import bit_histogram
+    from altgrad.watching.updates import WeightMonitor
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False))
+    model[1].weight = model[0].weight
+    quantize_model(model, "E4M3", skip=())
+    opt, x, loss = torch.optim.SGD(model.parameters(), lr=1.0), torch.randn(5, 4), lambda m, x, y: (m(x) - y).sum()
+    monitors, cheap, shadow = Monitors(model, opt, every=1), WeightMonitor(model), Shadow(model, loss=loss)
+    monitors.begin(1)
+    shadow.begin(1)
+    loss(model, x, x[:, :3]).backward()
+    monitors.gradients()
+    shadow.measure([(x, x[:, :3])], monitors.parcel)
+    kept = [(key, value) for key, value in monitors.parcel.parts.items() if key[0] == "shadow"]
+    opt.step()
+    values = monitors.end().values
+    norm = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm()  # each of them once
+    assert abs(values["gradients/all/l2"] - norm) <= 16 * 2.0**-23 * norm  # of float32 sums over up to 16 squares
+    assert values["updates/all/updates"] == 28 and values["updates/1/updates"] == 16
+    assert values["gradients/1/l2"] == values["gradients/0/l2"]
+    assert [key for key, _ in kept if key[2]] == [("shadow", "0", True), ("shadow", "2", True)]
+    assert sum(bit_histogram(model)) == 28 and len(cheap.layers) == 2
+
+
 def test_a_shadow_leaves_the_statistics_of_batches_as_they_are():
     def trained(watched):
         torch.manual_seed(0)

@@ -52,6 +52,7 @@ class GradientCounts:
         self.layers: dict[str, Any] = {
             name: m for name, m in model.named_modules() if isinstance(m, kinds)
         }
+        self.first = set({m.weight: name for name, m in reversed(self.layers.items())}.values())  # of a shared weight
         self.dead_below, self.dead_after = dead_below, dead_after
         self.silent: dict[str, Tensor] = {}  # measured steps in a row for which each row was silent
 
@@ -61,7 +62,8 @@ class GradientCounts:
         groups = [] if optimizer is None else optimizer.param_groups
         own = {id(p) for group in groups for p in group["params"]}
         for name, m in self.layers.items():
-            if m.weight.grad is None or ("gradients", name) in parcel.parts: continue
+            key = "gradients", name, *(() if name in self.first else ("shared",))
+            if m.weight.grad is None or key in parcel.parts: continue
             if optimizer is not None and id(m.weight) not in own: continue
             g: Tensor = m.weight.grad.flatten(1)
             rows = torch.maximum(g.amax(1), -g.amin(1))
@@ -71,7 +73,7 @@ class GradientCounts:
             wide = torch.promote_types(g.dtype, torch.float32)  # squares leave the range of float16
             norm, elements = torch.linalg.vector_norm(g, dtype=wide), dead.new_full((), g.numel())
             sums = GradientSums(norm, rows.amax(), g.mean(dtype=wide), dead, elements)
-            parcel["gradients", name] = torch.stack([one.to(wide) for one in sums])
+            parcel[key] = torch.stack([one.to(wide) for one in sums])
 
 # %% ../../nbs/watching/04_monitors.ipynb #67bf0eb1
 def _snr(g: GradientSums) -> float:
@@ -84,14 +86,15 @@ def _snr(g: GradientSums) -> float:
 def gradient_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
 ) -> dict[str, float]:  # path to value
-    "The metrics of `GRADIENTS` by layer; under `all` the norm of all and the largest."
+    "The metrics of `GRADIENTS` by layer; under `all` the norm of all, a shared weight's once, and the largest."
     rows = {name: GradientSums(*row) for name, row in rows_of(found, "gradients").items()}
     values: dict[str, float] = {}
     for name, g in rows.items():
         of = {"l2": g.l2, "max": g.largest, "snr": _snr(g), "dead_neurons": g.dead}
         values |= {f"gradients/{name}/{metric}": float(value) for metric, value in of.items()}
     if not rows: return values
-    every = GradientSums(*np.array(list(rows.values())).T)
+    own = [row for key, row in found.items() if key[0] == "gradients" and len(key) == 2]  # no shared one again
+    every = GradientSums(*np.array(own).T)
     values["gradients/all/l2"] = float(np.sqrt((every.l2**2).sum()))
     values["gradients/all/max"] = float(every.largest.max())
     values["gradients/all/dead_neurons"] = float(every.dead.max())

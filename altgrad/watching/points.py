@@ -266,7 +266,8 @@ def bit_histogram(
     """Count the finite quantized weights that have each code:
     of wider codes the top 8 bits, narrower ones at the top."""
     count = torch.zeros(256, dtype=torch.int64)
-    for _, layer in quantized_layers(model):
+    layers = [layer for _, layer in quantized_layers(model)]
+    for layer in {layer.weight: layer for layer in reversed(layers)}.values():  # a shared weight counts once
         fmt, w = layer.weight_format, layer.weight.detach()
         if isinstance(w, GridTensor): w = w.dequantize()
         code = fmt.to_bits((w / layer.weight_scale())[w.isfinite()]).long()

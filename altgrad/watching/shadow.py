@@ -98,21 +98,22 @@ class Shadow:
         "After the backward pass, before clipping: compares, and puts the sums into the parcel."
         if not self.active: return
         weights = linear_weights(self.model)
+        rounded = [n for n in weights if isinstance(self.model.get_submodule(n), Quantized)]
+        first = set({weights[n]: n for n in reversed(rounded)}.values())  # of a shared weight
         for name, h in shadow_gradients(self.model, batches, self.states, self.loss).items():
             if (own := weights[name].grad) is None: continue
             g, h = own.double(), h.double()  # squares leave the range of narrower types
             error = g - h
             pairs = ShadowSums((g, h), (g, g), (h, h), (error, error))
             sums = torch.stack([(a * b).sum() for a, b in pairs])
-            rounds = isinstance(self.model.get_submodule(name), Quantized)
-            parcel["shadow", name, rounds] = sums
+            parcel["shadow", name, name in first] = sums
 
 # %% ../../nbs/watching/07_shadow.ipynb #063762cc
 def shadow_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
 ) -> dict[str, float]:  # path to value; NaN where it is not defined
     """Cosine and signal-to-noise ratio by layer,
-    and under `all` of the gradient of all layers that round something."""
+    and under `all` of the gradient of all layers that round something; a shared weight counts once."""
     rows = rows_of(found, "shadow")
     rounded = [found[key] for key in found if key[0] == "shadow" and key[2]]
     if rounded: rows["all"] = np.sum(rounded, 0)

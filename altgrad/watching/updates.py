@@ -88,7 +88,8 @@ class WeightMonitor:
     """A monitor of what each optimizer step does to the quantized weights;
     call `measure` once after each step."""
     def __init__(self, model: nn.Module):
-        self.layers = [layer for _, layer in quantized_layers(model)]
+        layers = [layer for _, layer in quantized_layers(model)]
+        self.layers = list({layer.weight: layer for layer in reversed(layers)}.values())  # a shared weight counts once
         self.last = [self._state(layer) for layer in self.layers]
 
     @staticmethod
@@ -258,6 +259,7 @@ class UpdateCounts:
     "The counts of what optimizer steps do to a model's quantized weights, from `start` to `stop`."
     def __init__(self, model: nn.Module):
         self.layers = dict(quantized_layers(model))
+        self.first = set({m.weight: name for name, m in reversed(self.layers.items())}.values())  # of a shared weight
         self.origin: dict[str, Origin] = {}
         self.formats: dict[str, FP8Format] = {}  # of the codes where weights began
 
@@ -291,7 +293,8 @@ class UpdateCounts:
         sums = UpdateSums(*update_sums(old.values, now.values, old.scale, now.scale, fmt).unbind())
         if grid is not None: sums = _as_written(sums, writes_since(self.counts[name], grid))
         loses = grid is not None and grid.residual is None  # what does not change a code
-        parcel["updates", name, fmt, loses] = torch.stack(sums)
+        more = () if name in self.first else ("shared",)
+        parcel["updates", name, fmt, loses, *more] = torch.stack(sums)
 
         nearest = grid is not None and grid.fmt == fmt and grid.kind.rounding == "nearest"
         shrink = decay.get(id(m.weight), 0.0) if loses and nearest else 0.0
@@ -324,11 +327,11 @@ def _update_rates(row: np.ndarray, loses: bool) -> dict[str, float]:
 def update_metrics(
     found: Mapping[Any, np.ndarray],  # from `Parcel.unpack`
 ) -> dict[str, float]:  # path to value; NaN where it is not defined
-    "The metrics of `UPDATES` by layer, and of the counts under `all`."
+    "The metrics of `UPDATES` by layer, and of the counts under `all`, where a shared weight counts once."
     keys = [key for key in found if key[0] == "updates"]
-    rows = [(name, loses, found[what, name, fmt, loses]) for what, name, fmt, loses in keys]
+    rows = [(key[1], key[3], found[key]) for key in keys]
     for kind in (True, False):
-        alike = [row for _, loses, row in rows if loses == kind]
+        alike = [found[key] for key in keys if key[3:] == (kind,)]  # and not shared with a layer before
         if alike: rows.append(("all", kind, np.sum(alike, 0)))
     values: dict[str, float] = {}
     for layer, loses, row in rows:
