@@ -629,6 +629,25 @@ def test_a_shared_weight_counts_once_in_all():
     assert sum(bit_histogram(model)) == 28 and len(cheap.layers) == 2
 
 
+def test_formats_without_a_code_coordinate_are_watched():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    quantize_model(model, "mxint8")
+    w, opt = model[0].weight, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitors = Monitors(model, opt, every=1)
+    for step in (1, 2):
+        old, old_q = w.detach().clone(), model[0].quantized_weight().detach()
+        monitors.begin(step)
+        model(torch.randn(4, 64)).square().sum().backward()
+        opt.step()
+        values = monitors.end().values
+        assert math.isnan(values["updates/0/code_displacement"])
+        flips = int(((w != old) & (model[0].quantized_weight() != old_q)).sum())
+        assert values["updates/0/flips"] == flips > 0 and math.isfinite(values["updates/0/ulps_p05"])
+    again = Monitors(model, opt, every=1)
+    again.load_state_dict(monitors.state_dict())
+
+
 def test_a_shadow_leaves_the_statistics_of_batches_as_they_are():
     def trained(watched):
         torch.manual_seed(0)

@@ -188,7 +188,7 @@ UPDATES = MetricGroup(
         Metric(
             "code_displacement",
             "RMS of $\\varphi(w') - \\varphi(w_0)$ under the first scale, of 4,096; $w_0$ is where "
-            "the run began",
+            "the run began; not of two's complement",
             "codes",
             "flat while the loss falls elsewhere: this layer is stuck",
         ),

@@ -221,6 +221,10 @@ class Origin(NamedTuple):
     scale: Tensor
 
 # %% ../../nbs/watching/03_updates.ipynb #333f087d
+def _coordinates(z: Tensor, fmt: FP8Format) -> Tensor:
+    "Code coordinates; NaN of two's complement, whose codes do not count outwards from zero."
+    return torch.full_like(z, torch.nan) if fmt.twos_complement else code_coordinate(z, fmt)
+
 class _Sample(NamedTuple):
     "Sampled weights of one layer, before and after a step."
     before: Tensor
@@ -246,7 +250,7 @@ def _sizes(fmt: FP8Format, samples: list[_Sample], origins: list[Origin]) -> Ten
 
     first = torch.stack([origin.codes.to(z.device) for origin in origins])
     first_scale = torch.stack([origin.scale.to(z.device) for origin in origins])
-    way = code_coordinate(after / first_scale, fmt) - first
+    way = _coordinates(after / first_scale, fmt) - first
     displacement = way.square().mean(1).sqrt()
 
     shrink = torch.tensor([s.shrink for s in samples])
@@ -302,7 +306,7 @@ class UpdateCounts:
         found = _Sample(sample(old.values), sample(now.values), scale, shrink)
         if name not in self.origin or self.formats.setdefault(name, fmt) != fmt:  # after a moved bit anew
             self.formats[name] = fmt
-            codes = code_coordinate(found.before / scale, fmt)
+            codes = _coordinates(found.before / scale, fmt)
             self.origin[name] = Origin(codes, scale)
         return found
 
