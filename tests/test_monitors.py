@@ -648,6 +648,23 @@ def test_formats_without_a_code_coordinate_are_watched():
     again.load_state_dict(monitors.state_dict())
 
 
+def test_writes_that_are_not_counted_are_refused_by_name_and_can_be_attempted():
+    from altgrad.geometry.storage import make_grid_tensor
+    from altgrad.watching.attempt import attempt_alone
+    from altgrad.watching.updates import WeightMonitor
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    quantize_model(model, "E4M3")
+    made = [make_grid_tensor(model[0].weight, "E4M3", "grid_nearest", counted=c) for c in (True, False)]
+    weights, attempts = list(map(nn.Parameter, made)), []
+    for w in weights:
+        opt, w.grad = torch.optim.SGD([w], lr=0.01), torch.ones(8, 8)
+        attempts.append(attempt_alone(opt, opt.param_groups[0], w).update)
+    assert torch.equal(*attempts)
+    model[0].weight = weights[1]
+    for watch in (lambda: Monitors(model, every=1).begin(1), lambda: WeightMonitor(model), UpdateCounts(model).start):
+        with pytest.raises(InputError, match="0.weight: its writes are not counted"): watch()
+
+
 def test_a_shadow_leaves_the_statistics_of_batches_as_they_are():
     def trained(watched):
         torch.manual_seed(0)

@@ -252,7 +252,7 @@ class Unrounded(GridTensor):
     def of(grid: GridTensor) -> "Unrounded":
         "Copy a weight, which stays as it is."
         how = {**grid.how, "whole": _Whole(get_storage(grid.how["storage"]))}
-        for count in ("counts", "nonfinite"): how[count] = how[count].clone()
+        for count in {"counts", "nonfinite"} & how.keys(): how[count] = how[count].clone()
         return Unrounded(**{name: part.clone() for name, part in grid.parts().items()}, how=how)
 
     @property

@@ -26,7 +26,7 @@ from ..geometry.storage import GridTensor
 from ..model.products import Quantized
 from ..model.surgery import quantized_layers
 from .attempt import BY_ELEMENT, decouples
-from .points import Writes, by_format, writes_since
+from .points import Writes, by_format, counts_of, writes_since
 from .sums import Parcel, rows_of, sample, sample_scale, sums_in_pieces
 
 # %% ../../nbs/watching/03_updates.ipynb #c46f0b77
@@ -88,17 +88,17 @@ class WeightMonitor:
     """A monitor of what each optimizer step does to the quantized weights;
     call `measure` once after each step."""
     def __init__(self, model: nn.Module):
-        layers = [layer for _, layer in quantized_layers(model)]
-        self.layers = list({layer.weight: layer for layer in reversed(layers)}.values())  # a shared weight counts once
-        self.last = [self._state(layer) for layer in self.layers]
+        layers = reversed([*quantized_layers(model)])
+        self.layers = list({layer.weight: (name, layer) for name, layer in layers}.values())  # a shared weight once
+        self.last = [self._state(*named) for named in self.layers]
 
     @staticmethod
     @torch.no_grad()
-    def _state(layer: Quantized) -> tuple[Tensor, Tensor]:
+    def _state(name: str, layer: Quantized) -> tuple[Tensor, Tensor]:
         """Return what the next measurement compares with: counts of a grid,
         or the weight; and its rounded value."""
         w = layer.weight
-        if isinstance(w, GridTensor): return w.how["counts"].clone(), w.dequantize()
+        if isinstance(w, GridTensor): return counts_of(name, w), w.dequantize()
         return plain_weight(w).clone(), layer.quantized_weight().float()
 
     @torch.no_grad()
@@ -106,8 +106,8 @@ class WeightMonitor:
         """Return `overflow_rate`, `underflow_rate` and `bit_stall_rate` since the last call;
         None where nothing was counted."""
         total = torch.zeros(len(Writes._fields), dtype=torch.int64)
-        for i, layer in enumerate(self.layers):
-            (old_w, old_q), (w, q) = self.last[i], self._state(layer)
+        for i, (name, layer) in enumerate(self.layers):
+            (old_w, old_q), (w, q) = self.last[i], self._state(name, layer)
             if isinstance(layer.weight, GridTensor): found = w - old_w
             else:
                 found = _counts(w, old_w, q, old_q, layer.weight_format.max * layer.weight_scale())
@@ -276,7 +276,7 @@ class UpdateCounts:
             values, scale = _weight_now(m)
             self.old[name] = _Weight(values.clone(), scale.clone())
             w = m.weight.data
-            if isinstance(w, GridTensor): self.counts[name] = w.how["counts"].clone()
+            if isinstance(w, GridTensor): self.counts[name] = counts_of(name, w)
 
     @torch.no_grad()
     def stop(self, parcel: Parcel, decay: Mapping[int, float] = {}) -> None:  # noqa: B006
