@@ -365,3 +365,15 @@ def test_usual_scales_are_the_smallest_that_fit_and_grow_to_those():
                 wanted = Fraction(2) ** (k + (amax > top * Fraction(2) ** k))
                 amaxes, old = torch.tensor([float(amax)] * 3), torch.tensor([2.0**-110, float(wanted), 2.0**110])
                 assert grown(amaxes, old, fmt).tolist() == [float(wanted), float(wanted), 2.0**110]
+
+
+@pytest.mark.parametrize("storage", ["grid_nearest", "grid_stochastic"])
+@pytest.mark.parametrize("moved", ["E4M3b-2", "E4M3b-60", "E4M3b-110"])
+def test_blocks_of_a_format_of_large_values_alone_are_those_of_one_around_one(moved, storage):
+    "The same values times a power of two; of the last, no format goes on beyond the largest in float32."
+    chance = torch.Generator().manual_seed(0)
+    start, new = torch.randn(2, 8, 64, generator=chance)
+    here, there = (make_grid_tensor(start, spec, storage, granularity=16) for spec in (moved, "E4M3b7"))
+    for factor in (1.0, 3.0, 40.0):
+        for grid in (here, there): grid.copy_(factor * new)
+        assert torch.equal(here.dequantize(), there.dequantize())

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from altgrad.basics import InputError
 from altgrad.numbers.choosing import best_scale, profile_of, recommend_format
-from altgrad.numbers.formats import EIGHT_BIT, FORMATS
+from altgrad.numbers.formats import EIGHT_BIT, FORMATS, WIDE, get_format, is_wide
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.numbers.scaling import (
-    KINDS, WIDE, AmaxAverage, AmaxFirst, AmaxHistory, AmaxNow, Scaling, amax_of, compute_scale,
+    KINDS, AmaxAverage, AmaxFirst, AmaxHistory, AmaxNow, Scaling, amax_of, compute_scale,
     mx_scale, nvfp4_scale, scale_of,
 )
 
@@ -273,6 +273,25 @@ def test_a_state_of_another_recipe_is_refused():
     ):
         with pytest.raises(InputError, match="the state is that of"): other.load_state_dict(state)
     Scaling("e4m3").load_state_dict(state)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_registered_formats_are_as_wide_as_their_max_says(fmt):
+    "None has values above 2^16 alone: their scales do not depend on the smallest value."
+    assert is_wide(fmt) == (fmt.max > WIDE)
+
+
+@pytest.mark.parametrize("moved, fmt, octaves", [
+    ("E4M3b-2", "E4M3b7", 9), ("E2M1b-40", "E2M1b1", 41), ("E5M2b-70", "E5M2b15", 85), ("E4M3b-60", "E4M3b7", 67),
+])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_format_of_large_values_alone_has_the_scales_of_one_around_one(moved, fmt, octaves, kind):
+    "The same values times a power of two: as much smaller are its scales, and nothing else changes."
+    assert not is_wide(get_format(moved)) and not is_wide(get_format(fmt))
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    here, there = (compute_scale(x.abs().amax(), f, kind) for f in (moved, fmt))
+    assert here == there * 2.0**-octaves
+    assert torch.equal(fake_quantize(x, moved, here), fake_quantize(x, fmt, there))
 
 
 @pytest.mark.parametrize("damage, told", [

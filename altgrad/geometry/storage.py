@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 # %% ../../nbs/geometry/03_storage.ipynb #9a3cd6be
 from ..basics import InputError, unknown
 from ..numbers.blocks import block_scales, grown, roomier
-from ..numbers.formats import WIDE, FP8Format, check_float, check_seed, kind_of, signed_format
+from ..numbers.formats import FP8Format, check_float, check_seed, is_wide, kind_of, signed_format
 from ..numbers.kernels import (CHUNK, batch_noise, first_bits, is_readable, kernel, native,
                                      note_eager, plan,
                                      rounding_key)
@@ -182,8 +182,9 @@ torch.serialization.add_safe_globals([_rebuild])  # it makes nothing but a tenso
 def _outgrown(to: GridTensor, inner: Tensor, key: int | Tensor) -> Tensor:
     "Return which values in units of the format, rounded on a grid that goes on, lie beyond it."
     fmt = to.fmt
-    # of a wide format a block's largest weight lies far below; two's complement and 16 bits have no such grid
-    if fmt.max > WIDE or fmt.twos_complement or fmt.bits == 16: return inner.abs() > fmt.max
+    # of a wide format a block's largest weight lies far below; these others have no such grid in float32
+    alone = fmt.twos_complement or fmt.bits == 16 or 2 ** (fmt.exponent_bits + 1) - 1 - fmt.bias > 127
+    if is_wide(fmt) or alone: return inner.abs() > fmt.max
     return to.kind.round(inner, roomier(fmt), key).abs() > fmt.max
 
 def grown_scales(

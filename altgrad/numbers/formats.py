@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPECIALS', 'PRECISION', 'EIGHT_BIT', 'FORMATS', 'WIDE', 'FP8Format', 'encode', 'unit_in_first_place', 'power_of_two',
-           'ulp', 'is_whole', 'check_seed', 'kind_of', 'is_dense', 'check_float', 'check_bits', 'spec_of', 'get_format',
-           'signed_format', 'exact_text', 'plot_grids']
+           'ulp', 'is_whole', 'check_seed', 'kind_of', 'is_dense', 'check_float', 'check_bits', 'is_wide', 'spec_of',
+           'get_format', 'signed_format', 'exact_text', 'plot_grids']
 
 # %% ../../nbs/numbers/00_formats.ipynb #db3fad99
 import math
@@ -428,7 +428,7 @@ _CONTROLS = (
     FP8Format("E7M8", 7, 8, bias=63),
 )
 FORMATS = {fmt.name: fmt for fmt in _SPLITS + _STANDARD + _CONTROLS}
-WIDE = 2.0**16  # a format with a larger max has scales that bring amax into [1, 2), not to its max
+WIDE = 2.0**16  # a format that reaches beyond it, and below one over it, is a wide one
 _ALIASES = {  # other names of registered formats: those of ml_dtypes and torch, then those of the OCP specifications
     "float8_e4m3fn": "E4M3",
     "float8_e5m2": "E5M2",
@@ -438,6 +438,14 @@ _ALIASES = {  # other names of registered formats: those of ml_dtypes and torch,
     "E2M1": "float4_e2m1fn",
     "E8M0": "float8_e8m0fnu",
 }
+
+# %% ../../nbs/numbers/00_formats.ipynb #wide0002
+def is_wide(
+    fmt: FP8Format,
+) -> bool:
+    """Return whether there is range to spare on either side of 1: scales bring the largest magnitude
+    into [1, 2) then, not to the format's max."""
+    return fmt.max > WIDE and fmt.min_positive < 1 / WIDE
 
 # %% ../../nbs/numbers/00_formats.ipynb #7be861d9
 def spec_of(fmt: FP8Format) -> str:

@@ -32,7 +32,7 @@ import torch
 # %% ../../nbs/numbers/09_referee.ipynb #96622c88
 from ..basics import (InputError, one_line, parse_json, read_small, unknown,
                             write_atomic)
-from .formats import FORMATS, FP8Format, exact_text, get_format, is_whole
+from .formats import FORMATS, FP8Format, exact_text, get_format, is_whole, is_wide
 
 # %% ../../nbs/numbers/09_referee.ipynb #c24a3df8
 SIGN, INF, NAN = 0x80000000, 0x7F800000, 0x7FC00000  # float32 patterns; NAN stands for every NaN
@@ -818,9 +818,9 @@ def _gaussian(
 ) -> np.ndarray:  # float32, 2^16 of them
     "A Gaussian weight whose largest magnitude is just within the format; in [1, 2) for a wide one."
     w = np.random.default_rng(7).standard_normal(2**16)
-    top = fmt.max if fmt.max < 2.0**16 else 1.0
+    top = 1.0 if is_wide(fmt) else fmt.max
     e = math.frexp(float(np.abs(w).max()) / top)[1]
-    return np.ldexp(w, -e + (fmt.max >= 2.0**16)).astype(np.float32)
+    return np.ldexp(w, -e + is_wide(fmt)).astype(np.float32)
 
 def _fair_db(fmt: FP8Format) -> float:
     "SQNR in dB of a Gaussian weight that is rounded stochastically, as expected."

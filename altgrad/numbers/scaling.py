@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..basics import COLORS, InputError, unknown
-from .formats import (WIDE, FP8Format, check_float, is_whole, get_format,
+from .formats import (FP8Format, check_float, is_whole, is_wide, get_format,
                                      power_of_two)
 from .kernels import is_readable
 from .quantize import fake_quantize
@@ -27,7 +27,7 @@ KINDS = ("power_of_two", "exact")
 def _exponent(m: Tensor | float, e: Tensor | int, fmt: FP8Format) -> Any:
     """Of the smallest power of two s with m 2^e / s <= max;
     for a wide format of that with m 2^e / s in [1, 2)."""
-    if fmt.max > WIDE: return e - 1
+    if is_wide(fmt): return e - 1
     top_m, top_e = math.frexp(fmt.max)
     return e - top_e + (m > top_m)
 
@@ -46,7 +46,7 @@ def _scale_of_number(amax: float, fmt: FP8Format) -> Tensor:
 # %% ../../nbs/numbers/04_scaling.ipynb #ba86265f
 def _exact_scale(amax: Tensor, fmt: FP8Format) -> Tensor:
     "amax / max rounded up to float32; for a wide format amax."
-    amax, top = amax.detach().double(), 1.0 if fmt.max > WIDE else fmt.max
+    amax, top = amax.detach().double(), 1.0 if is_wide(fmt) else fmt.max
     scale = (amax / top).clamp(2.0**-126, torch.finfo(torch.float32).max).float()
     higher = torch.nextafter(scale, torch.full_like(scale, torch.inf))
     return torch.where(scale.double() * top < amax, higher, scale).clamp(
@@ -67,7 +67,7 @@ def compute_scale(
     kind: str = "power_of_two",  # one of `KINDS`
 ) -> Tensor:  # float32, shape of `amax`; 1 where amax is not a positive finite number
     """The smallest power of two, or number, that brings `amax / scale` to at most `fmt.max`;
-    for a max beyond 2^16 into [1, 2), or to 1."""
+    for a wide format (see `is_wide`) into [1, 2), or to 1."""
     if kind not in KINDS: raise unknown("kind of scale", kind, KINDS)
     check_float(amax, "compute_scale")
     if kind == "power_of_two" and not amax.dim() and is_readable(amax):

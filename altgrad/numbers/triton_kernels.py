@@ -14,7 +14,7 @@ from torch import Tensor
 
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #f55f459e
 from ..basics import InputError
-from .formats import WIDE, FP8Format, is_whole, kind_of, signed_format
+from .formats import FP8Format, is_whole, is_wide, kind_of, signed_format
 
 # %% ../../nbs/numbers/10_triton_kernels.ipynb #4c4fd020
 try:
@@ -410,7 +410,7 @@ def triton_blocks(
         _blocks_kernel[(triton.cdiv(blocks, rows),)](
             bits, codes, scales, bits if whole is None else whole.to(x.device), blocks, block, row,
             per_row, numbers.M, numbers.least, numbers.last, numbers.more, fmt.code_nan or 0,
-            numbers.top, int(fmt.max > WIDE), 2 ** (fmt.bits - 1),
+            numbers.top, int(is_wide(fmt)), 2 ** (fmt.bits - 1),
             keeps_zero=int(fmt.code_minus_zero is not None), two_levels=int(whole is not None),
             ROWS=rows, SIZE=size, enable_fp_fusion=False)
     return codes, scales
