@@ -14,6 +14,7 @@ import altgrad.numbers.kernels as K
 from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT, FORMATS
 from altgrad.numbers.quantize import fake_quantize
+from altgrad.numbers.scaling import scale_of
 from altgrad.geometry.optim import RiemannianAdamW
 from altgrad.geometry.storage import STORAGES, grid_storages, store_on_grid
 from altgrad.model.gpt import GPT, GPTConfig, loss_of
@@ -22,7 +23,7 @@ from altgrad.model.surgery import quantize_model, round_weight_gradients
 from altgrad.numbers.kernels import set_path
 from altgrad.watching.callbacks import lightning_monitors, transformers_monitors
 from altgrad.watching.metrics import METRICS
-from altgrad.watching.sums import PLACE, Parcel, round_and_sum, rounding_sums
+from altgrad.watching.sums import PLACE, Parcel, code_counts, round_and_sum, rounding_sums
 from altgrad.watching.points import point_metrics
 from altgrad.watching.updates import UpdateCounts, UpdateSums, decay_rates, update_sums
 from altgrad.watching.monitors import GradientCounts, Monitors
@@ -663,6 +664,28 @@ def test_writes_that_are_not_counted_are_refused_by_name_and_can_be_attempted():
     model[0].weight = weights[1]
     for watch in (lambda: Monitors(model, every=1).begin(1), lambda: WeightMonitor(model), UpdateCounts(model).start):
         with pytest.raises(InputError, match="0.weight: its writes are not counted"): watch()
+
+
+@pytest.mark.parametrize("path", ("auto", "eager"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("name", ("E2M5", "E4M3", "E5M2", "E0M7"))
+@pytest.mark.parametrize("granularity", ("tensor", "channel", "nvfp4"))
+def test_codes_are_counted_where_a_narrow_tensor_rounded_them_again(granularity, name, dtype, path):
+    "The nearest value of the format, in float64, is the one that was meant; counted with exact codes."
+    fmt, x = FORMATS[name], torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scale = scale_of(x, fmt, granularity)
+    set_path(path)
+    try:
+        y = fake_quantize(x, fmt, scale)
+        counts = code_counts(y, scale, fmt)
+    finally: set_path("auto")
+    wanted = fmt.to_bits(y.double() / scale.double()).flatten().long().bincount(minlength=256)
+    assert torch.equal(counts, wanted)
+
+
+def test_the_largest_number_of_float16_has_the_code_that_was_rounded_to_it():
+    y = torch.tensor([65504.0, -65504.0], dtype=torch.float16)  # 2 * 2^15, which float16 does not reach
+    assert code_counts(y, torch.tensor(2.0), FORMATS["E5M2"]).nonzero().flatten().tolist() == [120, 248]
 
 
 def test_a_shadow_leaves_the_statistics_of_batches_as_they_are():
