@@ -916,7 +916,7 @@ def _files_of(args: argparse.Namespace) -> list[Path]:
         place = args.function.partition(":")[0]
         words = [place, _origin(place)]
         own = [Path(word) for word in words if Path(word).is_file()]
-        words += [path for file in own for path in sorted(file.absolute().parent.glob("*.py"))]
+        words += [str(path) for file in own for path in sorted(file.absolute().parent.glob("*.py"))]
     return [path for path in map(Path, words) if path.is_file()]
 
 def _origin(module: str) -> str:
