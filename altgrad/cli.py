@@ -900,6 +900,7 @@ def _state_file(args: argparse.Namespace, asks: dict[str, Any]) -> Path:
     make_folder("runs/conform")
     return Path("runs/conform") / f"{sha.hexdigest()[:12]}.json"
 
+# %% ../nbs/cli.ipynb #f8e8d914
 def _files_of(args: argparse.Namespace) -> list[Path]:
     """The files that the words of a command, or the name of a function, name;
     with a function's file the modules that lie beside it."""

@@ -135,7 +135,7 @@ def counts_of(
     raise InputError(f"{name}.weight: its writes are not counted, and cannot be watched: make it with counted=True")
 
 def writes_since(
-    before: Tensor,  # `counts_of` the weight
+    before: Tensor,  # int64 [5], `counts_of` the weight
     w: GridTensor,
 ) -> Writes:
     "Count what was written since then."
