@@ -831,9 +831,9 @@ def costs(study: Study, storage: str, rule: str = "stiffness_adamw") -> list[Cos
     and without arms of another floor, placement, granularity or other setting that is not usual."""
     groups = defaultdict(list)
     for arm, row in study.rows.items():
+        if (arm.storage, arm.rule) != (storage, rule): continue
+        if arm != Arm(**{name: getattr(arm, name) for name in _VARIED}): continue
         twin = study.rows.get(replace(arm, storage="fp32"))
-        usual = Arm(**{name: getattr(arm, name) for name in _VARIED})
-        if (arm.storage, arm.rule) != (storage, rule) or arm != usual: continue
         if twin is None or is_frozen(row) or is_frozen(twin): continue
         groups[arm.format, arm.power, arm.lr].append((row["val_loss"] - twin["val_loss"],
                                                       row["noise_rms"] ** 2))
