@@ -26,7 +26,7 @@ from ..model.parallel import rank, total
 from ..model.products import CLASSES
 from .metrics import is_pooled
 from .points import PointCounts, point_metrics
-from .sums import Parcel, compiles, rows_of
+from .sums import Parcel, compiles, first_names, rows_of
 from .updates import Origin, UpdateCounts, decay_rates, plain_weight, update_metrics
 
 # %% ../../nbs/watching/04_monitors.ipynb #69cf5db5
@@ -52,7 +52,7 @@ class GradientCounts:
         self.layers: dict[str, Any] = {
             name: m for name, m in model.named_modules() if isinstance(m, kinds)
         }
-        self.first = set({m.weight: name for name, m in reversed(self.layers.items())}.values())  # of a shared weight
+        self.first = first_names({name: m.weight for name, m in self.layers.items()})
         self.dead_below, self.dead_after = dead_below, dead_after
         self.silent: dict[str, Tensor] = {}  # measured steps in a row for which each row was silent
 

@@ -23,9 +23,9 @@ from ..model.parallel import largest, total, world
 from ..model.points import Quantizer
 from ..model.surgery import quantized_layers, quantizers
 from .metrics import FROM_SUMS
-from .sums import (PLACE, Parcel, add_sums, code_counts, histogram_metrics,
-                                   merge_sums, round_and_sum, rounding_metrics, rounding_sums,
-                                   sample, sample_scale)
+from .sums import (PLACE, Parcel, add_sums, code_counts, first_names,
+                                   histogram_metrics, merge_sums, round_and_sum,
+                                   rounding_metrics, rounding_sums, sample, sample_scale)
 
 # %% ../../nbs/watching/02_points.ipynb #f3b18e98
 def plot_ranges(
@@ -274,8 +274,9 @@ def bit_histogram(
     """Count the finite quantized weights that have each code:
     of wider codes the top 8 bits, narrower ones at the top."""
     count = torch.zeros(256, dtype=torch.int64)
-    layers = [layer for _, layer in quantized_layers(model)]
-    for layer in {layer.weight: layer for layer in reversed(layers)}.values():  # a shared weight counts once
+    layers = dict(quantized_layers(model))
+    for name in first_names({name: layer.weight for name, layer in layers.items()}):
+        layer = layers[name]
         fmt, w = layer.weight_format, layer.weight.detach()
         if isinstance(w, GridTensor): w = w.dequantize()
         code = fmt.to_bits((w / layer.weight_scale())[w.isfinite()]).long()

@@ -18,7 +18,7 @@ from ..model.parallel import total, world
 from ..model.products import CLASSES, Quantized
 from ..model.surgery import high_precision
 from .monitors import check_every
-from .sums import Parcel, rows_of
+from .sums import Parcel, first_names, rows_of
 
 # %% ../../nbs/watching/07_shadow.ipynb #dcc7e6a3
 def random_states(device: torch.device) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ class Shadow:
         if not self.active: return
         weights = linear_weights(self.model)
         rounded = [n for n in weights if isinstance(self.model.get_submodule(n), Quantized)]
-        first = set({weights[n]: n for n in reversed(rounded)}.values())  # of a shared weight
+        first = first_names({n: weights[n] for n in rounded})
         for name, h in shadow_gradients(self.model, batches, self.states, self.loss).items():
             if (own := weights[name].grad) is None: continue
             g, h = own.double(), h.double()  # squares leave the range of narrower types

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SUMS', 'PLACE', 'SAMPLE', 'COUNTED', 'Rounded', 'Sum', 'merge_sums', 'add_sums', 'sums_in_pieces', 'compiles',
            'rounding_sums', 'round_and_sum', 'rounding_metrics', 'histogram_metrics', 'places_of', 'code_counts',
-           'sample', 'sample_scale', 'Parcel', 'rows_of']
+           'sample', 'sample_scale', 'Parcel', 'rows_of', 'first_names']
 
 # %% ../../nbs/watching/01_sums.ipynb #d6ec1111
 import math
@@ -404,3 +404,10 @@ def rows_of(
 ) -> dict[Any, np.ndarray]:
     "The arrays of one kind, by the second part of their names."
     return {name[1]: row for name, row in found.items() if name[0] == what}
+
+# %% ../../nbs/watching/01_sums.ipynb #5b1d0c3f
+def first_names(
+    weights: dict[str, Tensor],  # by layer, in the model's order; of any shape
+) -> set[str]:  # one for each weight
+    "The layers that own a weight: of those that share one the first."
+    return set({weight: name for name, weight in reversed(weights.items())}.values())

@@ -27,7 +27,7 @@ from ..model.products import Quantized
 from ..model.surgery import quantized_layers
 from .attempt import BY_ELEMENT, decouples
 from .points import Writes, by_format, counts_of, writes_since
-from .sums import Parcel, rows_of, sample, sample_scale, sums_in_pieces
+from .sums import Parcel, first_names, rows_of, sample, sample_scale, sums_in_pieces
 
 # %% ../../nbs/watching/03_updates.ipynb #c46f0b77
 def plain_weight(
@@ -88,8 +88,9 @@ class WeightMonitor:
     """A monitor of what each optimizer step does to the quantized weights;
     call `measure` once after each step."""
     def __init__(self, model: nn.Module):
-        layers = reversed([*quantized_layers(model)])
-        self.layers = list({layer.weight: (name, layer) for name, layer in layers}.values())  # a shared weight once
+        layers = dict(quantized_layers(model))
+        first = first_names({name: m.weight for name, m in layers.items()})
+        self.layers = [(name, m) for name, m in layers.items() if name in first]
         self.last = [self._state(*named) for named in self.layers]
 
     @staticmethod
@@ -263,7 +264,7 @@ class UpdateCounts:
     "The counts of what optimizer steps do to a model's quantized weights, from `start` to `stop`."
     def __init__(self, model: nn.Module):
         self.layers = dict(quantized_layers(model))
-        self.first = set({m.weight: name for name, m in reversed(self.layers.items())}.values())  # of a shared weight
+        self.first = first_names({name: m.weight for name, m in self.layers.items()})
         self.origin: dict[str, Origin] = {}
         self.formats: dict[str, FP8Format] = {}  # of the codes where weights began
 
