@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping
@@ -25,14 +25,14 @@ from typing import Any, Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from altgrad.basics import tell, unknown, write_atomic
+from altgrad.basics import InputError, tell, unknown, write_atomic
 from altgrad.evidence.instrument import (
     RECIPES, Arm, Bench, Task, Weights, blank_model, make_rule, piece_losses, ramp, validation_pieces,
 )
 from altgrad.evidence.sweep import Ledger, beside
 from altgrad.model.gpt import GPT, PRESETS, GPTConfig, loss_of
 from altgrad.training.data import get_batch
-from altgrad.training.experiment import Interval, find_config, interval
+from altgrad.training.experiment import HOLDS, OPEN, REFUTED, Interval, find_config, interval
 from altgrad.training.tracking import code_commit, machine, versions
 from altgrad.training.trainer import lr_at
 
@@ -41,18 +41,21 @@ import sizes
 
 HERE = Path(__file__).resolve().parents[2] / "results/bridge.jsonl"
 SMALL, LARGE = sizes.PARTS["1200"], find_config("ten_million/bf16_baseline")  # the two ends
-SEEDS = sizes.every_seed(SMALL)
+SEEDS = tuple(range(sizes.FIRST_SEED, sizes.FIRST_SEED + 8))
 ARMS = {"master": "E7M0 master", "stochastic": "E7M0 stochastic", "S^-1": "E7M0 S^p"}
-WIDER = PRESETS[LARGE.model].n_embd / sizes.width(SMALL.size)  # so much, than the runs here
+SHAPE, WIDTH = PRESETS[LARGE.model], sizes.width(SMALL.size)
+WIDER = SHAPE.n_embd / WIDTH  # ten million, than the runs here
 ONE_RATE = {"master": LARGE.lr, "stochastic": LARGE.lr, "S^-1": 2 * LARGE.lr}  # of ten million
+BYTES = SMALL.batch * RECIPES[SMALL.recipe].block_size  # of an update
 
 
 @dataclass(frozen=True)
 class Setting:
-    "How a model of 0.4M is made and trained; as in the study of sizes where nothing is said."
+    "How a model is made and trained; as in the study of sizes where nothing is said."
     layers: int = RECIPES[SMALL.recipe].n_layer
-    context: int = RECIPES[SMALL.recipe].block_size  # bytes
-    first: str = "root"  # first weights of 1 / sqrt(inputs); small: 0.02, and less where a branch ends
+    heads: int = RECIPES[SMALL.recipe].n_head
+    context: int = RECIPES[SMALL.recipe].block_size  # bytes; an update reads as many of them in every setting
+    first: str = "root"  # first weights: 1 / sqrt(inputs); small: those of ten million, in proportion to that root
     loop: str = "sizes"  # linear to zero; ten_million: a cosine to a tenth, decay and clipping
     rates: str = "tuned"  # for each arm; alike: those of ten million, in proportion to one over the width
 
@@ -61,7 +64,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "first weights": {"first": "small"},
     "rates": {"rates": "alike"},
     "loop": {"loop": "ten_million"},
-    "layers": {"layers": PRESETS[LARGE.model].n_layer},
+    "blocks": {"layers": SHAPE.n_layer, "heads": SHAPE.n_head * WIDTH // SHAPE.n_embd},  # heads as wide
     "context": {"context": LARGE.block_size},
 }
 ALL = Setting(**{key: value for change in CHANGES.values() for key, value in change.items()})
@@ -85,11 +88,15 @@ SETTINGS = {  # in the order of the runs
 
 def first_model(setting: Setting, seed: int) -> GPT:
     "The model before its first update."
-    recipe = replace(RECIPES[SMALL.recipe], n_layer=setting.layers, block_size=setting.context)
+    recipe = replace(RECIPES[SMALL.recipe], n_layer=setting.layers, n_head=setting.heads,
+                     block_size=setting.context)
     torch.manual_seed(seed)
     if setting.first == "root": return blank_model(recipe)
-    return GPT(GPTConfig(n_layer=recipe.n_layer, n_head=recipe.n_head, n_embd=recipe.n_embd,
-                         block_size=recipe.block_size))
+    model = GPT(GPTConfig(n_layer=recipe.n_layer, n_head=recipe.n_head, n_embd=recipe.n_embd,
+                          block_size=recipe.block_size))
+    for m in model.blocks.modules():
+        if isinstance(m, nn.Linear): m.weight.data *= math.sqrt(WIDER)
+    return model
 
 
 @cache
@@ -106,11 +113,15 @@ def rates(setting: Setting, arm: str) -> tuple[float, float]:
     return ONE_RATE[arm] * WIDER, LARGE.lr * WIDER
 
 
+def decay_at(setting: Setting, rate: float) -> float:
+    "The decay of weights with a peak rate: an update takes as much of them as at ten million."
+    return LARGE.weight_decay * LARGE.lr / rate if setting.loop == "ten_million" else 0.0
+
+
 def planned(setting: Setting, arm: str, seed: int) -> Arm:
     "The run as the instrument says it."
-    rate, base = rates(setting, arm)[0], LARGE.lr * WIDER
-    decay = LARGE.weight_decay * base / rate if setting.loop == "ten_million" else 0.0  # as fast for all
-    return replace(sizes.ARMS[ARMS[arm]], lr=rate, weight_decay=decay, seed=seed, split="confirm",
+    rate = rates(setting, arm)[0]
+    return replace(sizes.ARMS[ARMS[arm]], lr=rate, weight_decay=decay_at(setting, rate), seed=seed, split="confirm",
                    checkpoint=f"{SMALL.recipe}-{seed}")
 
 
@@ -121,9 +132,9 @@ def share(setting: Setting, step: int, task: Task) -> float:
     return lr_at(step, replace(LARGE, lr=1.0, **steps))
 
 
-def rest_rule(setting: Setting, rest: list[nn.Parameter], task: Task) -> torch.optim.Optimizer:
+def rest_rule(setting: Setting, rate: float, rest: list[nn.Parameter], task: Task) -> torch.optim.Optimizer:
     "AdamW over embeddings and norms; what has one dimension does not decay."
-    decay = LARGE.weight_decay if setting.loop == "ten_million" else 0.0
+    decay = decay_at(setting, rate)
     groups = [{"params": [p for p in rest if p.dim() >= 2], "weight_decay": decay},
               {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, betas=(task.beta1, task.beta2), eps=task.eps, foreach=False)
@@ -132,15 +143,16 @@ def rest_rule(setting: Setting, rest: list[nn.Parameter], task: Task) -> torch.o
 def train(setting: Setting, arm: str, seed: int, bench: Bench) -> tuple[GPT, list[float]]:
     "The model after its updates, and the loss of each batch, to the first that is not finite."
     run, task, losses = planned(setting, arm, seed), bench.task, []
-    model = first_model(setting, seed)
+    model, rest_lr = first_model(setting, seed), rates(setting, arm)[1]
     weights = Weights(model, run)
-    rule, rest = make_rule(run, weights.stored, task), rest_rule(setting, weights.rest, task)
+    rule, rest = make_rule(run, weights.stored, task), rest_rule(setting, rest_lr, weights.rest, task)
     tokens, both = bench.corpus(run.corpus).train, weights.used + weights.rest
     for step in range(1, task.steps + 1):
-        for group in rule.param_groups: group["lr"] = run.lr * share(setting, step, task)
-        for group in rest.param_groups: group["lr"] = rates(setting, arm)[1] * share(setting, step, task)
+        part = share(setting, step, task)
+        for group in rule.param_groups: group["lr"] = run.lr * part
+        for group in rest.param_groups: group["lr"] = rest_lr * part
         for p in both: p.grad = None
-        loss = loss_of(model, *get_batch(tokens, task.batch_size, setting.context, seed, step))
+        loss = loss_of(model, *get_batch(tokens, BYTES // setting.context, setting.context, seed, step))
         losses.append(loss.item())
         if not math.isfinite(losses[-1]): break
         loss.backward()
@@ -167,18 +179,19 @@ Run = tuple[str, str, int]  # setting, arm and seed
 def run_id(run: Run) -> str: return "/".join(map(str, run))
 
 
-def make_run(run: Run, bench: Bench | None = None) -> dict[str, Any]:
-    "The row of a run."
+def make_run(run: Run, bench: Bench | None = None, commit: str | None = None) -> dict[str, Any]:
+    "The row of a run; a loss that is not finite counts as that of a model that knows nothing."
     (name, arm, seed), began, bench = run, time.perf_counter(), bench or bench_of()
     setting, plan = SETTINGS[name], planned(SETTINGS[name], arm, seed)
     model, losses = train(setting, arm, seed, bench)
-    ended = math.isfinite(losses[-1])
+    loss = validate(model, plan, bench)
+    ended = math.isfinite(losses[-1]) and math.isfinite(loss)
     return {
         "run": run_id(run), "setting": name, "arm": arm, **asdict(plan), "rest_lr": rates(setting, arm)[1],
         "how": asdict(setting), "task": asdict(bench.task), "diverged": not ended,
-        "val_loss": validate(model, plan, bench) if ended else math.log(256), "steps": len(losses),
+        "val_loss": loss if ended else math.log(256), "steps": len(losses),
         "corpus_sha": bench.corpus(plan.corpus).hash, "seconds": round(time.perf_counter() - began, 3),
-        "commit": code_commit(), "machine": machine("cpu"), "versions": versions(),
+        "commit": commit, "machine": machine("cpu"), "versions": versions(),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -192,24 +205,43 @@ def stored(path: Path = HERE) -> list[dict[str, Any]]:
 
 
 def every_run(names: Iterable[str] = SETTINGS) -> list[Run]:
-    "The runs of settings, seed by seed; InputError for a name that is none."
+    """The runs of settings: first of one end, single changes and all of them, then of all but one,
+    seed by seed; InputError for a name that is none."""
     for name in (names := list(names)):
         if name not in SETTINGS: raise unknown("setting", name, SETTINGS)
-    return [(name, arm, seed) for name, seed, arm in product(names, SEEDS, ARMS)]
+    def first(name: str) -> bool: return not name.startswith("all but")
+    groups = [name for name in names if first(name)], [name for name in names if not first(name)]
+    return [(name, arm, seed) for group in groups for seed, name, arm in product(SEEDS, group, ARMS)]
+
+
+def known_runs(*rows: Iterable[Mapping[str, Any]]) -> set[str]:
+    "The runs that are made; InputError where one was made in another way than the plan has it."
+    found = {row["run"]: row for row in chain(*rows)}
+    for run in every_run():
+        if (row := found.get(run_id(run))) is None: continue
+        setting, plan = SETTINGS[run[0]], planned(SETTINGS[run[0]], *run[1:])
+        for key, value in {"how": asdict(setting), "lr": plan.lr, "weight_decay": plan.weight_decay}.items():
+            if row[key] != value:
+                raise InputError(f"{row['run']} was made with {key} {row[key]}, not {value}: choose another --out")
+    return set(found)
 
 
 def make_runs(out: Path, names: Iterable[str], workers: int, path: Path = HERE) -> None:
     "Makes the runs that are missing, and keeps each as it ends."
-    ledger = Ledger(out)
-    known = {row["run"] for row in (*stored(path), *ledger.rows())}
+    ledger, commit = Ledger(out), code_commit()
+    known = known_runs(stored(path), ledger.rows())
     jobs = [run for run in every_run(names) if run_id(run) not in known]
     bench_of().corpus("eurlex")  # prepared once, before the workers ask for it
     pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
     with ledger.writing() as append, pool:
-        waiting = [pool.submit(make_run, run) for run in jobs]
-        for number, future in enumerate(as_completed(waiting), 1):
-            append(row := future.result())
-            tell(f"{number} of {len(jobs)}: {row['run']} ends at {row['val_loss']:.4f}, {row['seconds']:.0f} s")
+        waiting = [pool.submit(make_run, run, commit=commit) for run in jobs]
+        try:
+            for number, future in enumerate(as_completed(waiting), 1):
+                append(row := future.result())
+                tell(f"{number} of {len(jobs)}: {row['run']} ends at {row['val_loss']:.4f}, {row['seconds']:.0f} s")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def store(out: Path, path: Path = HERE) -> None:
@@ -228,57 +260,74 @@ HALF = 0.5  # of the cost at `sizes`: a change that takes away more, or adds mor
 
 
 def losses_of(rows: Iterable[Mapping[str, Any]]) -> Losses:
-    "The losses of the settings whose runs are all there."
-    found: dict[str, dict[str, dict[int, float]]] = {}
+    "The losses of the seeds that all arms of a setting have, none of which diverged; where they are two or more."
+    found: dict[str, dict[str, dict[int, float]]] = {name: {arm: {} for arm in ARMS} for name in SETTINGS}
     for row in rows:
-        arms = found.setdefault(row["setting"], {arm: {} for arm in ARMS})
-        arms[row["arm"]][row["seed"]] = row["val_loss"]
-    whole = {name for name, arms in found.items() if all(set(by) == set(SEEDS) for by in arms.values())}
-    return {name: found[name] for name in SETTINGS if name in whole}
+        if not row["diverged"]: found[row["setting"]][row["arm"]][row["seed"]] = row["val_loss"]
+    there = {name: [seed for seed in SEEDS if all(seed in by for by in arms.values())]
+             for name, arms in found.items()}
+    return {name: {arm: {seed: by[seed] for seed in there[name]} for arm, by in arms.items()}
+            for name, arms in found.items() if len(there[name]) > 1}
 
 
-def differences(losses: Losses, name: str, arm: str, other: str) -> list[float]:
+BySeed = Mapping[int, float]
+
+
+def difference(losses: Losses, name: str, arm: str, other: str) -> BySeed:
     "How far an arm ends above another, for each seed."
-    return [losses[name][arm][seed] - losses[name][other][seed] for seed in SEEDS]
+    return {seed: loss - losses[name][other][seed] for seed, loss in losses[name][arm].items()}
 
 
-def costs(losses: Losses, name: str) -> list[float]: return differences(losses, name, "stochastic", "master")
-def gains(losses: Losses, name: str) -> list[float]: return differences(losses, name, "stochastic", "S^-1")
+def costs(losses: Losses, name: str) -> BySeed: return difference(losses, name, "stochastic", "master")
+def gains(losses: Losses, name: str) -> BySeed: return difference(losses, name, "stochastic", "S^-1")
 
 
-def left(losses: Losses, name: str) -> list[float]:
-    "The cost in a setting as a share of that in `sizes`, for each seed."
-    return [there / here for there, here in zip(costs(losses, name), costs(losses, "sizes"))]
+def beyond(losses: Losses, name: str, part: float) -> Interval:
+    "How far the cost in a setting lies above a part of that in `sizes`, by the seeds of both."
+    there, here = costs(losses, name), costs(losses, "sizes")
+    return interval([there[seed] - part * here[seed] for seed in there if seed in here])
 
 
 @dataclass(frozen=True)
 class Claim:
-    "A sentence that runs can refute: numbers, one for each seed, and where their mean is said to lie."
+    "A sentence that runs can refute: where a mean is said to lie."
     text: str
     setting: str
-    numbers: Callable[[Losses, str], list[float]]
-    least: float = -math.inf
-    most: float = math.inf
-
-    def found(self, losses: Losses) -> Interval | None:
-        "What was found; None before the runs are made."
-        if not {self.setting, "sizes"} <= set(losses): return None
-        return interval(self.numbers(losses, self.setting))
+    found: Callable[[Losses], list[Interval]]  # each is said to lie below zero
 
     def verdict(self, losses: Losses) -> str:
-        found = self.found(losses)
-        return found.within(self.least, self.most) if found else "not run"
+        "What was found says this of the claim; nothing before all of its runs are made."
+        if not all(len(losses.get(name, {}).get("master", ())) == len(SEEDS) for name in (self.setting, "sizes")):
+            return "not run"
+        judged = [found.within(most=0.0) for found in self.found(losses)]
+        if REFUTED in judged: return REFUTED
+        return HOLDS if set(judged) == {HOLDS} else OPEN
+
+
+def at_most(of: Callable[[Losses, str], BySeed], name: str, most: float) -> Callable[[Losses], list[Interval]]:
+    "Says that a cost or a gain is at most so much."
+    return lambda losses: [interval([value - most for value in of(losses, name).values()])]
+
+
+def leaves(name: str, least: float | None, most: float | None) -> Callable[[Losses], list[Interval]]:
+    "Says that at least, and at most, such a part of the cost in `sizes` is left."
+    def found(losses: Losses) -> list[Interval]:
+        under = [beyond(losses, name, most)] if most is not None else []
+        over = [beyond(losses, name, least)] if least is not None else []
+        return under + [Interval(-i.mean, -i.high, -i.low) for i in over]
+    return found
 
 
 CLAIMS = (
     Claim(f"With all changes stochastic rounding ends at most {MARGIN} nats above master weights",
-          "all", costs, most=MARGIN),
-    Claim(f"With all changes S^-1 gains at most {MARGIN} nats", "all", gains, most=MARGIN),
-    Claim("First weights alone leave at most half of the cost", "with first weights", left, most=HALF),
-    *(Claim(f"The change of {name} alone leaves half to one and a half times the cost", f"with {name}", left,
-            HALF, 1 + HALF) for name in CHANGES if name != "first weights"),
-    Claim("All changes but that of first weights leave at least half of the cost", "all but first weights", left,
-          least=HALF),
+          "all", at_most(costs, "all", MARGIN)),
+    Claim(f"With all changes S^-1 gains at most {MARGIN} nats", "all", at_most(gains, "all", MARGIN)),
+    Claim("First weights alone leave at most half of the cost", "with first weights",
+          leaves("with first weights", None, HALF)),
+    *(Claim(f"The change of {name} alone leaves half to one and a half times the cost", f"with {name}",
+            leaves(f"with {name}", HALF, 1 + HALF)) for name in CHANGES if name != "first weights"),
+    Claim("All changes but that of first weights leave at least half of the cost", "all but first weights",
+          leaves("all but first weights", HALF, None)),
 )
 
 
