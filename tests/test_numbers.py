@@ -1415,7 +1415,6 @@ def test_error_feedback(feedback):
     place = ["better_rule", "better_rule_corpus"].index(name)
     head = "| nats above AdamW with FP32 master weights |"
     blocks = [x for x in said("studies/better_rule").split("\n\n") if x.startswith(head)]
-    assert blocks[place] in readme()
     rows = [line.strip("| ").split(" | ") for line in blocks[place].splitlines()[2:]]
     assert [row[0] for row in rows] == ["E4M3", "E5M2", "E7M0"]
     for fmt, *cells in rows:
@@ -1426,20 +1425,16 @@ def test_error_feedback(feedback):
 def test_the_mark_and_the_law_of_error_feedback(feedback):
     name, runs = feedback
     place, formats = ["better_rule", "better_rule_corpus"].index(name), ("E4M3", "E5M2", "E7M0")
-    halves = re.findall(
-        r"A residual is shown to win back more than half of what the grid costs: "
-        r"with 4 bits in ([^;]*); with 8 bits in "
-        r"([^.]*)\.",
-        readme(),
-    )
-    (off_in,) = one(
-        r"Formats in which the law is off, with both intervals beyond zero: (.*)", readme()
-    )
-    laws_of = re.findall(r"with 4 bits in (\d) of (\d), with 8 bits in (\d) of (\d)", off_in)
-    assert len(halves) == len(laws_of) == 2
+    page = said("studies/better_rule")
+    sentences = re.findall(r"\*\*A residual is shown to win back more than half of what the grid costs.*?\*\*", page)
+    halves = [re.findall(r"with \d bits in ([^;.]*)", sentence) for sentence in sentences]
+    laws_of = re.findall(r"With (\d) bits the law is off, with both intervals beyond zero, in (\d) of (\d) formats",
+                         page)
+    assert len(halves) == 2 and [bits for bits, *_ in laws_of] == ["4", "8"] * 2
+    (_, *four), (_, *eight) = laws_of[2 * place:2 * place + 2]
     for bits, (half, off, count) in {
-        4: (halves[place][0], *laws_of[place][:2]),
-        8: (halves[place][1], *laws_of[place][2:]),
+        4: (halves[place][0], *four),
+        8: (halves[place][1], *eight),
     }.items():
         finer = 2 * (2 ** (bits - 1) - 1)
         residual, stochastic, master = (
@@ -1455,6 +1450,48 @@ def test_the_mark_and_the_law_of_error_feedback(feedback):
             if sign(residual[f] - master[f] - (stochastic[f] - master[f]) / finer)
         ]
         assert (int(off), int(count)) == (len(beyond), len(formats))
+
+
+@pytest.fixture(scope="module")
+def kept():
+    "The confirmed losses of loss against bits, by format, storage, rule, moments and power: one a checkpoint."
+    found = pd.concat([pd.read_parquet(path) for path in sorted((ROOT / "nbs/results/bits").glob("*.parquet"))])
+    found = found[found.stage == "confirm"].sort_values("checkpoint")
+    scales = {"mxfp4": "MXFP4", "32": "MXFP4", "nvfp4": "NVFP4"}
+    def get(panel, storage, rule="adamw", moments="float32", power=0.0):
+        name = found.granularity.map(scales).fillna(found.format)
+        chosen = found[(name == panel) & (found.storage == storage) & (found.rule == rule)
+                       & (found.moments == moments) & (found.power == power)]
+        assert chosen.checkpoint.nunique() == len(chosen) == 10
+        return chosen.val_loss.to_numpy().reshape(-1, 1, 1)
+    return get
+
+
+def test_what_to_do_with_bits(kept):
+    "The numbers in plain words, and the stronger baseline, from the rows."
+    panels = {"E4M3", "E5M2", "E3M4", "E7M0", "MXFP4", "NVFP4"}
+    for page in (readme(), answer()):
+        near, low = one(r"AdamW ends (\S+ \[.*?\]) lower with nearest rounding, .*? ends (\S+ \[.*?\]) below that",
+                        page)
+        nearest = kept("E7M0", "grid_nearest")
+        check_t(near, kept("E7M0", "grid_stochastic") - nearest)
+        check_t(low, nearest - kept("E7M0", "grid_stochastic", "stiffness_adamw", power=-1.0))
+        fp32, alone, four = one(r"(?s)without any rounding, ends at (.*?); the best .* no further bit ends at (.*?)\. "
+                                r"With four .* master weights by (.*?); in E7M0 AdamW with ECO", page)
+        for text, storage, rule, moments, sign_of in (
+            (fp32, "fp32", "adamw", "float32", 1), (alone, "grid_stochastic", "muon", "float32", 1),
+            (four, "grid_residual4", "muon", "dynamic8", -1),
+        ):
+            told = re.findall(r"([-+]?[\d.]+) \((\w+)\)", text)
+            some = {"E4M3", "E5M2", "E3M4"} if text == alone else panels
+            assert {panel for _, panel in told} == some
+            for number, panel in told:
+                d = kept(panel, storage, rule, moments) - kept(panel, "master")
+                assert prints(number, sign_of * d.mean()), (panel, number, d.mean())
+        alike, = one(r"bf16 Kahan, split 8 and residual 8 end within ([\d.]+) nats", page)
+        reach = [abs(x) for storage in ("bf16_kahan", "bf16_split8", "grid_residual8") for panel in panels
+                 for x in interval(kept(panel, storage) - kept(panel, "master"))]
+        assert prints(alike, max(reach))
 
 
 def test_first_light_in_words():

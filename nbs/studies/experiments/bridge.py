@@ -324,7 +324,7 @@ CLAIMS = (
     Claim(f"With all changes S^-1 gains at most {MARGIN} nats", "all", at_most(gains, "all", MARGIN)),
     Claim("First weights alone leave at most half of the cost", "with first weights",
           leaves("with first weights", None, HALF)),
-    *(Claim(f"The change of {name} alone leaves half to one and a half times the cost", f"with {name}",
+    *(Claim(f"Changing {name} alone leaves half to one and a half times the cost", f"with {name}",
             leaves(f"with {name}", HALF, 1 + HALF)) for name in CHANGES if name != "first weights"),
     Claim("All changes but that of first weights leave at least half of the cost", "all but first weights",
           leaves("all but first weights", HALF, None)),
