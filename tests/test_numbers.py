@@ -606,7 +606,7 @@ def test_gains_at_neighbouring_rates(central, gains, shown):
     }
     yes, no = ([name for name, keeps in known.items() if keeps == how] for how in (True, False))
     text, but, unknown = one(
-        r"by a factor of 1\.4, the gain stays above zero in (.*?\)|none)(, and not in .*?\))?"
+        r"by a factor of 1\.4: the gain stays above zero in (.*?\)|none)( and does not in .*?\))?"
         r"(; not run in .*?\))?\.\n"
     )
     names = lambda text: re.findall(r"E\dM\d \([^)]*\)", text)
