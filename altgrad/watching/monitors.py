@@ -52,7 +52,7 @@ class GradientCounts:
         self.layers: dict[str, Any] = {
             name: m for name, m in model.named_modules() if isinstance(m, kinds)
         }
-        self.first = first_names({name: m.weight for name, m in self.layers.items()})
+        self.first = first_names(self.layers)
         self.dead_below, self.dead_after = dead_below, dead_after
         self.silent: dict[str, Tensor] = {}  # measured steps in a row for which each row was silent
 

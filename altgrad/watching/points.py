@@ -275,8 +275,7 @@ def bit_histogram(
     of wider codes the top 8 bits, narrower ones at the top."""
     count = torch.zeros(256, dtype=torch.int64)
     layers = dict(quantized_layers(model))
-    for name in first_names({name: layer.weight for name, layer in layers.items()}):
-        layer = layers[name]
+    for layer in [layers[name] for name in first_names(layers)]:
         fmt, w = layer.weight_format, layer.weight.detach()
         if isinstance(w, GridTensor): w = w.dequantize()
         code = fmt.to_bits((w / layer.weight_scale())[w.isfinite()]).long()

@@ -98,8 +98,8 @@ class Shadow:
         "After the backward pass, before clipping: compares, and puts the sums into the parcel."
         if not self.active: return
         weights = linear_weights(self.model)
-        rounded = [n for n in weights if isinstance(self.model.get_submodule(n), Quantized)]
-        first = first_names({n: weights[n] for n in rounded})
+        layers = {name: self.model.get_submodule(name) for name in weights}
+        first = first_names({name: m for name, m in layers.items() if isinstance(m, Quantized)})
         for name, h in shadow_gradients(self.model, batches, self.states, self.loss).items():
             if (own := weights[name].grad) is None: continue
             g, h = own.double(), h.double()  # squares leave the range of narrower types

@@ -407,7 +407,7 @@ def rows_of(
 
 # %% ../../nbs/watching/01_sums.ipynb #5b1d0c3f
 def first_names(
-    weights: dict[str, Tensor],  # by layer, in the model's order; of any shape
+    layers: dict[str, Any],  # with a weight each, by name, in the model's order
 ) -> set[str]:  # one for each weight
     "The layers that own a weight: of those that share one the first."
-    return set({weight: name for name, weight in reversed(weights.items())}.values())
+    return set({layer.weight: name for name, layer in reversed(layers.items())}.values())

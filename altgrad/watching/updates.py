@@ -89,8 +89,8 @@ class WeightMonitor:
     call `measure` once after each step."""
     def __init__(self, model: nn.Module):
         layers = dict(quantized_layers(model))
-        first = first_names({name: m.weight for name, m in layers.items()})
-        self.layers = [(name, m) for name, m in layers.items() if name in first]
+        first = first_names(layers)
+        self.layers = [(name, layer) for name, layer in layers.items() if name in first]
         self.last = [self._state(*named) for named in self.layers]
 
     @staticmethod
@@ -264,7 +264,7 @@ class UpdateCounts:
     "The counts of what optimizer steps do to a model's quantized weights, from `start` to `stop`."
     def __init__(self, model: nn.Module):
         self.layers = dict(quantized_layers(model))
-        self.first = first_names({name: m.weight for name, m in self.layers.items()})
+        self.first = first_names(self.layers)
         self.origin: dict[str, Origin] = {}
         self.formats: dict[str, FP8Format] = {}  # of the codes where weights began
 

@@ -32,7 +32,7 @@ from altgrad.evidence.instrument import (
 from altgrad.evidence.sweep import Ledger, beside
 from altgrad.model.gpt import GPT, PRESETS, GPTConfig, loss_of
 from altgrad.training.data import get_batch
-from altgrad.training.experiment import HOLDS, OPEN, REFUTED, Interval, find_config, interval
+from altgrad.training.experiment import Interval, find_config, interval
 from altgrad.training.tracking import code_commit, machine, versions
 from altgrad.training.trainer import lr_at
 
@@ -282,53 +282,45 @@ def costs(losses: Losses, name: str) -> BySeed: return difference(losses, name, 
 def gains(losses: Losses, name: str) -> BySeed: return difference(losses, name, "stochastic", "S^-1")
 
 
-def beyond(losses: Losses, name: str, part: float) -> Interval:
-    "How far the cost in a setting lies above a part of that in `sizes`, by the seeds of both."
-    there, here = costs(losses, name), costs(losses, "sizes")
-    return interval([there[seed] - part * here[seed] for seed in there if seed in here])
+def whole(losses: Losses, *names: str) -> None:
+    "KeyError before all runs of settings are made."
+    if any(len(losses[name]["master"]) < len(SEEDS) for name in names): raise KeyError(*names)
 
 
-@dataclass(frozen=True)
-class Claim:
-    "A sentence that runs can refute: where a mean is said to lie."
-    text: str
-    setting: str
-    found: Callable[[Losses], list[Interval]]  # each is said to lie below zero
-
-    def verdict(self, losses: Losses) -> str:
-        "What was found says this of the claim; nothing before all of its runs are made."
-        if not all(len(losses.get(name, {}).get("master", ())) == len(SEEDS) for name in (self.setting, "sizes")):
-            return "not run"
-        judged = [found.within(most=0.0) for found in self.found(losses)]
-        if REFUTED in judged: return REFUTED
-        return HOLDS if set(judged) == {HOLDS} else OPEN
+Number = Callable[[Losses], Interval]  # KeyError before its runs are made
 
 
-def at_most(of: Callable[[Losses, str], BySeed], name: str, most: float) -> Callable[[Losses], list[Interval]]:
-    "Says that a cost or a gain is at most so much."
-    return lambda losses: [interval([value - most for value in of(losses, name).values()])]
-
-
-def leaves(name: str, least: float | None, most: float | None) -> Callable[[Losses], list[Interval]]:
-    "Says that at least, and at most, such a part of the cost in `sizes` is left."
-    def found(losses: Losses) -> list[Interval]:
-        under = [beyond(losses, name, most)] if most is not None else []
-        over = [beyond(losses, name, least)] if least is not None else []
-        return under + [Interval(-i.mean, -i.high, -i.low) for i in over]
+def excess(of: Callable[[Losses, str], BySeed], name: str, most: float) -> Number:
+    "How far a cost or a gain lies above a number."
+    def found(losses: Losses) -> Interval:
+        whole(losses, name)
+        return interval([value - most for value in of(losses, name).values()])
     return found
 
 
-CLAIMS = (
-    Claim(f"With all changes stochastic rounding ends at most {MARGIN} nats above master weights",
-          "all", at_most(costs, "all", MARGIN)),
-    Claim(f"With all changes S^-1 gains at most {MARGIN} nats", "all", at_most(gains, "all", MARGIN)),
-    Claim("First weights alone leave at most half of the cost", "with first weights",
-          leaves("with first weights", None, HALF)),
-    *(Claim(f"Changing {name} alone leaves half to one and a half times the cost", f"with {name}",
-            leaves(f"with {name}", HALF, 1 + HALF)) for name in CHANGES if name != "first weights"),
-    Claim("All changes but that of first weights leave at least half of the cost", "all but first weights",
-          leaves("all but first weights", HALF, None)),
-)
+def left(name: str, part: float, sign: int = 1) -> Number:
+    "How far what a setting leaves of the cost lies above a part of it; below it with sign -1."
+    def found(losses: Losses) -> Interval:
+        whole(losses, name, "sizes")
+        there, here = costs(losses, name), costs(losses, "sizes")
+        return interval([sign * (there[seed] - part * here[seed]) for seed in SEEDS])
+    return found
+
+
+def below_zero(found: Interval) -> str: return found.within(most=0.0)
+
+
+CLAIMS = tuple(sizes.Claim(text, numbers, below_zero) for text, numbers in {
+    f"With all changes stochastic rounding ends at most {MARGIN} nats above master weights":
+        [excess(costs, "all", MARGIN)],
+    f"With all changes S^-1 gains at most {MARGIN} nats": [excess(gains, "all", MARGIN)],
+    "First weights alone leave at most half of the cost": [left("with first weights", HALF)],
+    **{f"Changing {name} alone leaves half to one and a half times the cost":
+       [left(f"with {name}", 1 + HALF), left(f"with {name}", HALF, -1)]
+       for name in CHANGES if name != "first weights"},
+    "All changes but that of first weights leave at least half of the cost":
+        [left("all but first weights", HALF, -1)],
+}.items())
 
 
 def main() -> int:
