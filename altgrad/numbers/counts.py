@@ -173,7 +173,14 @@ def _html(stats: QuantStats) -> str:
 @cache
 def _bin_codes(fmt: FP8Format, device: torch.device) -> Tensor:
     """The code of each bin: magnitudes 0 to `magnitudes` (the last is infinity),
-    first with sign 0, then 1; bins that cannot occur go to code 0."""
+    first with sign 0, then 1; bins that cannot occur go to code 0. InputError for a format
+    with more binades than float32: bins are found in float32, its smallest moved up to float32's."""
+    moved_up = fmt.max * 2.0 ** max(0, -126 - fmt.min_exponent)
+    if fmt.mantissa_bits and moved_up > torch.finfo(torch.float32).max:
+        raise InputError(
+            f"format {fmt.name} has more binades than float32: its codes cannot be counted; "
+            "allowed: histogram=False"
+        )
     v = torch.cat([
         fmt.table[: fmt.last_finite + 1],
         torch.full((fmt.magnitudes - fmt.last_finite,), torch.inf, dtype=torch.float64),
@@ -361,7 +368,8 @@ def quantize_stats(
     key: int | Tensor | None = None,  # an int, or a scalar int64 tensor
     histogram: bool = True,  # whether to count codes too, which costs about as much as all the rest
 ) -> tuple[Tensor, QuantStats]:  # `fake_quantize` of the same, without gradient; and its statistics
-    "Rounds and counts in one pass; errors as in `fake_quantize`."
+    """Rounds and counts in one pass; errors as in `fake_quantize`, and of a histogram for a format
+    with more binades than float32."""
     fmt = get_format(fmt)
     asked = K.Options(rounding, overflow, 24, batch=0, multiply=False, gradient="straight_through")
     K.check_call(x, fmt, key, asked)
