@@ -128,9 +128,9 @@ def content() -> list[tuple[str, Any]]:
         )),
         ("head", "The strongest objections"),
         ("text", (
-            f"That an average of AdamW's weights would do as well in E7M0: tuned alike, it ends {averaged[1]} nats "
-            f"above AdamW, and S^-1 ends {averaged[2]} below it. That all this is one model of 0.1M weights, "
-            f"fine-tuned for {Task().steps} updates on one text, then with the two texts exchanged: "
+            f"That an average of AdamW's weights would do as well in E7M0: one, tuned in its rate alone, ends "
+            f"{averaged[1]} nats above AdamW, and S^-1 ends {averaged[2]} below the average. That all this is one "
+            f"model of 0.1M weights, fine-tuned for {Task().steps} updates on one text, then with the texts exchanged: "
             f"conceded, though comparisons were tuned anew on twelve other checkpoints ({twelve}), and from "
             f"scratch the gain in E7M0 is {brief(scratch)}. At ten million weights, from scratch and at rates that "
             f"were not tuned, it is {large}: nothing. There stochastic rounding ends below master weights in E4M3 "
