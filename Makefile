@@ -86,8 +86,8 @@ house: $(INSTALLED) ## draw the floors and who imports whom, nbs/images/house.sv
 	@$(BIN)/python .ci/house.py
 
 # Nothing is trained: the pages read nbs/results (.ci/ledger.py writes what a sweep's own ledger says).
-EVIDENCE := failure_atlas dashboard better_rule loss_against_bits narrow_formats other_reasons other_rules \
-    second_task sizes ten_million bridge the_answer
+EVIDENCE := first_storage failure_atlas dashboard better_rule loss_against_bits narrow_formats other_reasons \
+    other_rules second_task sizes ten_million bridge the_answer
 evidence: $(INSTALLED) ## rebuild every table and figure of the studies from the stored rows (some minutes)
 	@$(ISOLATED) $(BIN)/python .ci/notebooks.py execute $(EVIDENCE:%=nbs/studies/%.ipynb)
 	@$(BIN)/python .ci/answer.py
