@@ -175,7 +175,7 @@ def _bin_codes(fmt: FP8Format, device: torch.device) -> Tensor:
     """The code of each bin: magnitudes 0 to `magnitudes` (the last is infinity),
     first with sign 0, then 1; bins that cannot occur go to code 0. InputError for a format
     with more binades than float32: bins are found in float32, its smallest moved up to float32's."""
-    moved_up = fmt.max * 2.0 ** max(0, -126 - fmt.min_exponent)
+    moved_up = fmt.max * _layout(fmt, device)[0].factor
     if fmt.mantissa_bits and moved_up > torch.finfo(torch.float32).max:
         raise InputError(
             f"format {fmt.name} has more binades than float32: its codes cannot be counted; "

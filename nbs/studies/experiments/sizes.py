@@ -226,19 +226,31 @@ def above(losses: Losses, part: str, arm: str, other: str, there: str = "") -> l
     return enough(by_seed(losses, part, arm, other, there))
 
 
-def combined(terms: Sequence[tuple[float, Sequence[float]]], fresh: int = 0) -> Interval:
-    """A weighted sum of independent means and its 95 % t interval, with Welch's degrees of freedom;
-    `fresh` values more, as scattered as the last term's, are what it foretells the mean of."""
+Terms = Sequence[tuple[float, Sequence[float]]]  # weights, and the values whose means are weighted
+
+
+def scatter(terms: Terms, fresh: int = 0) -> list[tuple[float, int]]:
+    """The variance that each term gives to a weighted sum of independent means, and its degrees of freedom;
+    `fresh` values more, as scattered as the last term's, are what the sum foretells the mean of."""
+    shares = [weight**2 / len(values) for weight, values in terms]
+    if fresh: shares[-1] += 1 / fresh
+    return [(share * statistics.variance(values), len(values) - 1) for share, (_, values) in zip(shares, terms)]
+
+
+def welch(parts: Sequence[tuple[float, int]]) -> float:
+    "Welch's degrees of freedom of a sum whose `scatter` this is."
+    return sum(v for v, _ in parts) ** 2 / sum(v * v / n for v, n in parts)
+
+
+def combined(terms: Terms, fresh: int = 0) -> Interval:
+    "A weighted sum of independent means and its 95 % t interval, with Welch's degrees of freedom; `fresh` as above."
     from scipy.stats import t as student
 
     mean = sum(weight * statistics.fmean(values) for weight, values in terms)
-    parts = [(weight**2 / len(values), values) for weight, values in terms]
-    if fresh: parts[-1] = parts[-1][0] + 1 / fresh, parts[-1][1]
-    spread = [(share * statistics.variance(values), len(values) - 1) for share, values in parts]
-    total = sum(v for v, _ in spread)
+    parts = scatter(terms, fresh)
+    total = sum(v for v, _ in parts)
     if not total: return Interval(mean, mean, mean)
-    df = total**2 / sum(v * v / n for v, n in spread)
-    half = float(student.ppf(0.975, df)) * math.sqrt(total)
+    half = float(student.ppf(0.975, welch(parts))) * math.sqrt(total)
     return Interval(mean, mean - half, mean + half)
 
 
