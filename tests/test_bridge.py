@@ -184,6 +184,15 @@ def test_claims_are_judged_as_they_are_said():
     assert verdicts({"sizes": as_said["sizes"]}) == [None] * len(bridge.CLAIMS)
 
 
+def test_what_a_change_alone_leaves_of_the_cost():
+    costs = {"sizes": 0.1, "with rates": 0.12, "with loop": 0.02, "with blocks": -0.3, "with context": 0.0501}
+    found = losses(lambda name: costs.get(name, 0.06), scatter=1e-3)
+    assert bridge.alone(found) == {"at least half": ["first weights", "rates"], "at most half": ["loop", "blocks"],
+                                   "not decided": ["context"]}
+    del found["with loop"]["master"][10]
+    with pytest.raises(KeyError): bridge.alone(found)
+
+
 def test_an_interval_is_that_of_scipy():
     found = losses(lambda name: 0.1, scatter=0.02)
     for seed in bridge.SEEDS: found["sizes"]["stochastic"][seed] = 1 + seed / 10 + 0.1 + seed / 1e3

@@ -1,6 +1,8 @@
 """What the scripts of the small studies share: results that go on where they were, and with nothing else."""
 import json
+import math
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from altgrad.basics import InputError
 
 from tiny import load_experiment
 
+EXPERIMENTS = Path(__file__).resolve().parent.parent / "nbs/studies/experiments"
 studies = load_experiment("studies")
 
 
@@ -46,3 +49,15 @@ def test_bad_input_is_one_line_and_code_2(capsys):
     assert capsys.readouterr().err.count("\n") == 1
     assert studies.exit_code(lambda: None) == 0 and studies.exit_code(lambda: 1) == 1
     assert studies.text_of("eurlex=path:a=b.txt") == {"eurlex": "path:a=b.txt"}
+
+
+@pytest.mark.parametrize("octaves", [-3.2, -1.9, -0.4, 0.0, 0.6, 2.2, 3.3])
+def test_rates_are_tried_an_octave_apart_until_the_best_is_no_end(monkeypatch, octaves):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    study = load_experiment("batch_and_data")
+    best, losses = 0.008 * 2.0**octaves, {}
+    while (rate := study.next_rate(losses, 32)) is not None: losses[rate] = abs(math.log2(rate / best))
+    rates = sorted(losses)
+    assert all(b == 2 * a for a, b in zip(rates, rates[1:])) and 0.008 in losses
+    if abs(octaves) < 3: assert rates[0] < min(losses, key=losses.get) < rates[-1] and min(losses.values()) <= 0.5
+    else: assert len(losses) == study.MOST

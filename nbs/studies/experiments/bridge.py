@@ -307,6 +307,19 @@ def left(name: str, part: float, sign: int = 1) -> Number:
     return found
 
 
+def decided(losses: Losses, name: str) -> str:
+    "How much of the cost a setting is shown to leave: at most half, at least half, or neither is shown."
+    if left(name, HALF)(losses).high < 0: return "at most half"
+    return "at least half" if left(name, HALF, -1)(losses).high < 0 else "not decided"
+
+
+def alone(losses: Losses) -> dict[str, list[str]]:
+    "The changes by what each alone is shown to leave of the cost; KeyError before all are run."
+    found: dict[str, list[str]] = {}
+    for name in CHANGES: found.setdefault(decided(losses, f"with {name}"), []).append(name)
+    return found
+
+
 def below_zero(found: Interval) -> str: return found.within(most=0.0)
 
 
