@@ -88,6 +88,10 @@ def test_a_change_changes_one_thing():
     for name, change in bridge.CHANGES.items():
         assert apart(bridge.SETTINGS[f"with {name}"], first) == set(change)
         assert apart(bridge.SETTINGS[f"all but {name}"], last) == set(change)
+    six, halved = bridge.SETTINGS["with blocks"], bridge.SETTINGS[bridge.HALVED]
+    assert apart(six, halved) == {"rates"}
+    for arm in bridge.ARMS:
+        assert bridge.rates(halved, arm) == tuple(rate / 2 for rate in bridge.rates(six, arm))
 
 
 def test_gradients_are_clipped_and_weights_decay(bench, monkeypatch):
@@ -173,12 +177,15 @@ def verdicts(found): return [claim.verdict(found) for claim in bridge.CLAIMS]
 
 def test_claims_are_judged_as_they_are_said():
     as_said = losses(lambda name: {"all": 0.0, "with first weights": 0.04}.get(name, 0.1), lambda name: 0.001)
+    for seed in bridge.SEEDS: as_said[bridge.HALVED]["master"][seed] -= 0.05 + seed / 1e3
     assert verdicts(as_said) == ["holds"] * len(bridge.CLAIMS)
-    costs = {"sizes": 0.1, "with first weights": 0.06, "all": 0.05, "with rates": 0.16}
+    costs = {"sizes": 0.1, "with first weights": 0.06, "all": 0.05, "with rates": 0.16, bridge.HALVED: -0.1}
     other = losses(lambda name: costs.get(name, 0.04), lambda name: 0.05)
+    for seed in bridge.SEEDS: other[bridge.HALVED]["master"][seed] += 0.05 + seed / 1e3
     assert verdicts(other) == ["refuted"] * len(bridge.CLAIMS)
-    unsure = losses(lambda name: {"sizes": 0.1, "all": 0.01, "with first weights": 0.05}.get(name, 0.052),
-                    lambda name: 0.01, scatter=0.02)
+    costs = {"sizes": 0.1, "all": 0.01, "with first weights": 0.05, bridge.HALVED: 0.0}
+    unsure = losses(lambda name: costs.get(name, 0.052), lambda name: 0.01, scatter=0.02)
+    for seed in bridge.SEEDS: unsure[bridge.HALVED]["master"][seed] += 0.01 * (-1) ** seed
     assert verdicts(unsure) == ["not decided"] * len(bridge.CLAIMS)
     assert verdicts({"all": as_said["all"]}) == ["holds"] * 2 + [None] * (len(bridge.CLAIMS) - 2)  # two need no other
     assert verdicts({"sizes": as_said["sizes"]}) == [None] * len(bridge.CLAIMS)
@@ -223,9 +230,10 @@ def test_runs_came_after_what_was_said_of_them():
     if not (rows := bridge.stored()): pytest.skip("no run is stored")
     def git(*words): return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.split()
     if git("rev-parse", "--is-shallow-repository") != ["false"]: pytest.skip("no history")
-    said = git("log", "--reverse", "--format=%ct", "-S512 bytes in every setting", "--",
-               "nbs/studies/protocol_2.ipynb")[0]
+    def said(words):
+        return int(git("log", "--reverse", "--format=%ct", f"-S{words}", "--", "nbs/studies/protocol_2.ipynb")[0])
+    first, halved = said("512 bytes in every setting"), said("half of all rates")
     for row in rows:
         ended = datetime.fromisoformat(row["finished"]).timestamp()
-        assert ended - row["seconds"] > int(said)
+        assert ended - row["seconds"] > (halved if row["setting"] == bridge.HALVED else first)
         assert math.isfinite(row["val_loss"]) and row["steps"] == row["task"]["steps"] or row["diverged"]

@@ -57,7 +57,7 @@ class Setting:
     context: int = RECIPES[SMALL.recipe].block_size  # bytes; an update reads as many of them in every setting
     first: str = "root"  # first weights: 1 / sqrt(inputs); small: those of ten million, in proportion to that root
     loop: str = "sizes"  # linear to zero; ten_million: a cosine to a tenth, decay and clipping
-    rates: str = "tuned"  # for each arm; alike: those of ten million, in proportion to one over the width
+    rates: str = "tuned"  # for each arm; half: half of these; alike: those of ten million, by one over the width
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -75,10 +75,12 @@ def undone(change: Mapping[str, Any]) -> dict[str, Any]:
     return {key: getattr(Setting(), key) for key in change}
 
 
+HALVED = "with blocks at half the rates"
 SETTINGS = {  # in the order of the runs
     "sizes": Setting(),
     **{f"with {name}": replace(Setting(), **change) for name, change in CHANGES.items()},
     "all": ALL,
+    HALVED: Setting(**CHANGES["blocks"], rates="half"),
     **{f"all but {name}": replace(ALL, **undone(change)) for name, change in CHANGES.items()},
 }
 
@@ -109,8 +111,9 @@ def tuned() -> dict[str, float]:
 
 def rates(setting: Setting, arm: str) -> tuple[float, float]:
     "The peak rates of an arm's block weights, and of the rest."
-    if setting.rates == "tuned": return tuned()[arm], RECIPES[SMALL.recipe].lr
-    return ONE_RATE[arm] * WIDER, LARGE.lr * WIDER
+    if setting.rates == "alike": return ONE_RATE[arm] * WIDER, LARGE.lr * WIDER
+    part = {"tuned": 1.0, "half": 0.5}[setting.rates]
+    return part * tuned()[arm], part * RECIPES[SMALL.recipe].lr
 
 
 def decay_at(setting: Setting, rate: float) -> float:
@@ -290,11 +293,18 @@ def whole(losses: Losses, *names: str) -> None:
 Number = Callable[[Losses], Interval]  # KeyError before its runs are made
 
 
-def excess(of: Callable[[Losses, str], BySeed], name: str, most: float) -> Number:
-    "How far a cost or a gain lies above a number."
+def lower_at_half(losses: Losses) -> Interval:
+    "How far master weights with six blocks end above, with half the rates, what they do with the whole."
+    whole(losses, HALVED, "with blocks")
+    there, here = losses[HALVED]["master"], losses["with blocks"]["master"]
+    return interval([there[seed] - here[seed] for seed in SEEDS])
+
+
+def excess(of: Callable[[Losses, str], BySeed], name: str, most: float, sign: int = 1) -> Number:
+    "How far a cost or a gain lies above a number; below it with sign -1."
     def found(losses: Losses) -> Interval:
         whole(losses, name)
-        return interval([value - most for value in of(losses, name).values()])
+        return interval([sign * (value - most) for value in of(losses, name).values()])
     return found
 
 
@@ -333,6 +343,8 @@ CLAIMS = tuple(sizes.Claim(text, numbers, below_zero) for text, numbers in {
        for name in CHANGES if name != "first weights"},
     "All changes but that of first weights leave at least half of the cost":
         [left("all but first weights", HALF, -1)],
+    "With six blocks master weights end lower at half the rates": [lower_at_half],
+    "With six blocks at half the rates stochastic rounding ends above master weights": [excess(costs, HALVED, 0.0, -1)],
 }.items())
 
 
