@@ -18,8 +18,6 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from wait import HANGS
-
 ALTGRAD = str(Path(sys.executable).parent / "altgrad")
 FORKS = get_context("forkserver")
 FORKS.set_forkserver_preload([
@@ -117,24 +115,24 @@ def start(*args: Any, env: Mapping[str, str] = os.environ) -> Program:
     return Program(by_python, [ALTGRAD, *map(str, args)], env)
 
 
-def run(*args: Any, env: Mapping[str, str] = os.environ, timeout: float = HANGS) -> subprocess.CompletedProcess:
+def run(*args: Any, env: Mapping[str, str] = os.environ, timeout: float = 120.0) -> subprocess.CompletedProcess:
     "A command that has ended."
     return _ended(start(*args, env=env), ("altgrad", *args), timeout)
 
 
 def run_python(*args: Any, env: Mapping[str, str] = os.environ, cwd: Any = None,
-               timeout: float = HANGS) -> subprocess.CompletedProcess:
+               timeout: float = 300.0) -> subprocess.CompletedProcess:
     "A program of Python that has ended: its file and its arguments."
     return _ended(Program(by_python, list(map(str, args)), env, cwd), args, timeout)
 
 
 def run_code(code: str, *args: Any, env: Mapping[str, str] = os.environ,
-             timeout: float = HANGS) -> subprocess.CompletedProcess:
+             timeout: float = 120.0) -> subprocess.CompletedProcess:
     "A program of Python that has ended: its text and its arguments."
     return _ended(Program(by_code, [code, *map(str, args)], env), ("-c", *args), timeout)
 
 
 def torchrun(processes: int, *args: Any, env: Mapping[str, str] = os.environ, cwd: Any = None,
-             timeout: float = HANGS) -> subprocess.CompletedProcess:
+             timeout: float = 300.0) -> subprocess.CompletedProcess:
     "A program in so many processes that has ended: its file and its arguments."
     return _ended(Program(by_torchrun, [str(processes), *map(str, args)], env, cwd), args, timeout)

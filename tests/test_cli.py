@@ -18,7 +18,6 @@ from altgrad.model.surgery import quantize_model
 
 import preloaded
 from kernels import with_kernels
-from wait import HANGS
 
 ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
 SMALL = {
@@ -39,7 +38,7 @@ def settings(**changes) -> list[str]:
     ]
 
 
-def run(env, *args, timeout=HANGS):
+def run(env, *args, timeout=120):
     return preloaded.run(*args, env=env, timeout=timeout)
 
 
@@ -58,7 +57,7 @@ def compared(env, tmp_path_factory):
     "A comparison of all eight formats with the baseline, and what the command printed."
     out = tmp_path_factory.mktemp("runs")
     names = ["bf16_baseline"] + [f"e{e}m{7 - e}_fp8" for e in range(8)]
-    return out, names, run(env, "compare", *names, *settings(), "--out", out, timeout=HANGS)
+    return out, names, run(env, "compare", *names, *settings(), "--out", out, timeout=400)
 
 
 def test_compare_prints_its_table_and_names_what_it_wrote(compared):
@@ -204,7 +203,7 @@ def test_an_interrupted_run_says_so_and_goes_on_bit_for_bit(
     cut, reached = tmp_path / "cut", 0
     for _ in range(times):
         process = preloaded.start("train", "e4m3_fp8", *LONGER, "--set", "name=cut", "--out", tmp_path, env=env)
-        deadline = time.monotonic() + HANGS
+        deadline = time.monotonic() + 60
         while (
             not (cut / "metrics.jsonl").is_file()
             or len((cut / "metrics.jsonl").read_text().splitlines()) < reached + 7
@@ -212,7 +211,7 @@ def test_an_interrupted_run_says_so_and_goes_on_bit_for_bit(
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(how)
-        _, err = process.communicate(timeout=HANGS)
+        _, err = process.communicate(timeout=30)
         reached = len(metrics(cut)) // 4 * 4
     if how != signal.SIGKILL:
         assert process.returncode == 130 and "interrupted" in err.splitlines()[-1]
@@ -433,7 +432,7 @@ try:
 except KeyboardInterrupt: print("interrupted")
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=HANGS
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.split() == ["loaded"] * (where == "import") + ["interrupted"], done.stderr
     assert done.stderr == ""
@@ -447,7 +446,7 @@ def test_an_early_interrupt_leaves_no_traceback_and_no_silent_folder(env, tmp_pa
         time.sleep(delay * 2**later)
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=HANGS)
+        _, err = process.communicate(timeout=30)
         if process.returncode != -signal.SIGINT and "init_import_site" not in err: break
     assert process.returncode == 130 and "Traceback" not in err, err
     folder = tmp_path / "e4m3_fp8"
@@ -477,7 +476,7 @@ def test_a_card_and_its_codes(env):
 
 def test_a_reader_who_leaves_early_sees_no_traceback(env):
     command = f"{ALTGRAD[0]} formats bfloat16 --codes | head -3"
-    done = subprocess.run(command, shell=True, env=env, capture_output=True, text=True, timeout=HANGS)
+    done = subprocess.run(command, shell=True, env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("bfloat16") and not done.stderr
 
 
@@ -486,7 +485,7 @@ def test_an_output_that_is_full_is_one_line(env, args):
     if not Path("/dev/full").exists(): pytest.skip("there is no /dev/full here")
     done = subprocess.run(
         f"{ALTGRAD[0]} {args} > /dev/full", shell=True, env=env, capture_output=True, text=True,
-        timeout=HANGS,
+        timeout=60,
     )
     assert done.returncode == 2
     assert done.stderr == "altgrad: the output or the system failed: No space left on device\n"

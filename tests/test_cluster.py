@@ -18,7 +18,7 @@ from altgrad.evidence.replicas import run_arms
 from altgrad.evidence.sweep import Ledger, Sweep, read_matrix
 from kernels import with_kernels
 from tiny import HEAD
-from wait import HANGS, until
+from wait import until
 
 ray = pytest.importorskip("ray")
 RAY, ALTGRAD = (Path(sys.executable).parent / name for name in ("ray", "altgrad"))
@@ -141,10 +141,10 @@ def test_a_killed_node_changes_no_row(here, cluster):
         until(
             lambda: len(Ledger(here / "ray").rows()) >= 4 and is_busy(nodes[1]),
             lambda: sweep.poll() is None,
-            seconds=HANGS,
+            seconds=120,
         )
         kill(nodes[1])
-        said = sweep.communicate(timeout=HANGS)[0]
+        said = sweep.communicate(timeout=240)[0]
     finally: sweep.kill()
     assert sweep.returncode == 0, said
     assert rows_of(here / "ray") == rows_of(here / "local")
@@ -203,5 +203,5 @@ def test_no_cluster_is_one_line(here):
     assert (
         done.returncode == 2 and "no Ray cluster at 127.0.0.1:1" in done.stderr.splitlines()[-1]
     ), done.stderr
-    done = preloaded.run(*command, "--ray-address", "127.0.0.1:1", timeout=HANGS)
+    done = preloaded.run(*command, "--ray-address", "127.0.0.1:1", timeout=60)
     assert done.returncode == 2 and "--executor ray" in done.stderr

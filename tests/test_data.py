@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 from collections import Counter
 
@@ -22,8 +21,6 @@ from altgrad.training.data import (
     Corpus, bigram_entropy, get_batch, load_corpus, load_labelled, unigram_entropy,
     validation_windows,
 )
-
-from wait import HANGS
 
 WORDS = "whereas having regard to the treaty establishing a common market ¶ naïve Ελλάδα 條約 🙂".split()
 
@@ -301,7 +298,7 @@ def without_hub(home, cache, **more):
         env=env,
         capture_output=True,
         text=True,
-        timeout=HANGS,
+        timeout=60,
     )
 
 
@@ -345,16 +342,13 @@ def test_the_knock_goes_to_the_endpoint_or_its_proxy(monkeypatch):
 
 
 def test_the_knock_does_not_wait_for_a_slow_name_lookup(monkeypatch):
-    answered = threading.Event()
-
     def slow(*_):
-        assert answered.wait(HANGS)
+        time.sleep(1)
         raise OSError
 
     monkeypatch.setattr(D.socket, "create_connection", slow)
     start = time.monotonic()
-    assert not D._reachable("slow.example", 443, timeout=0.1) and time.monotonic() - start < HANGS
-    answered.set()
+    assert not D._reachable("slow.example", 443, timeout=0.1) and time.monotonic() - start < 0.8
 
 
 # --- vocabularies
@@ -462,7 +456,7 @@ def test_two_processes_prepare_the_same_corpus(cache, laws):
     start = time.time() + 4
     argv = [PREPARE, f"path:{laws}", "bpe-330", str(cache), str(start)]
     both = [preloaded.Program(preloaded.by_code, argv, os.environ) for _ in range(2)]
-    told = [process.communicate(timeout=HANGS) for process in both]
+    told = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], told
     assert told[0][0] == told[1][0]
     corpus = load_corpus(f"path:{laws}", cache=cache)

@@ -21,7 +21,6 @@ from kernels import with_kernels
 from altgrad.watching.series import read_histograms, read_series
 from altgrad.training.tracking import RunFolder
 from old import OLD_TORCH
-from wait import HANGS
 
 # relative: sums in another order; after a value was rounded the other way, by 2^-4 of itself, of
 # which a loss sees a part
@@ -82,7 +81,7 @@ def start_anew(place, processes: int, *args: str, **env):
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
          str(processes), *args],
-        cwd=folder, env={**base, **env}, capture_output=True, text=True, timeout=HANGS,
+        cwd=folder, env={**base, **env}, capture_output=True, text=True, timeout=300,
     )
 
 

@@ -10,8 +10,6 @@ from altgrad.cli import main
 from altgrad.numbers import kernels, native
 from altgrad.views import doctor
 
-from wait import HANGS
-
 ALTGRAD = "import sys; from altgrad.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -20,7 +18,7 @@ def test_a_machine_without_a_compiler(tmp_path):
     where = {**os.environ, "TRITON_INTERPRET": "0", "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
              "ALTGRAD_CACHE": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", ALTGRAD, "doctor", "--json"], env=where, capture_output=True,
-                         text=True, timeout=HANGS)
+                         text=True, timeout=300)
     told = json.loads(ran.stdout)
     checks = {check["name"]: check["outcome"] for check in told["checks"]}
     assert ran.returncode == 0 and told["healthy"]

@@ -921,9 +921,8 @@ def test_between_measured_steps_a_fault_is_seen_at_once_or_late_and_never_as_ano
         assert cause.step == fault.step if at_once else fault.step <= cause.step <= 8
 
 
-@pytest.mark.parametrize("run", {r.id.rpartition("-")[0]: r for r in faults.HEALTHY}.values(), ids=lambda r: r.id)
+@pytest.mark.parametrize("run", faults.HEALTHY, ids=lambda r: r.id)
 def test_a_healthy_run_is_not_accused_between_measured_steps(run):
-    "Each kind of run in one family; all families have every step measured above."
     assert recorded(run.run(), every=4).cause is None
 
 

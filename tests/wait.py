@@ -4,13 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-HANGS = 900.0  # seconds; what takes longer hangs, on a slow and busy machine, too
-
-
 def has_content(path: Path) -> bool: return path.is_file() and path.stat().st_size > 0
 
 
-def until(condition: Callable[[], bool], alive: Callable[[], bool], seconds: float = HANGS) -> None:
+def until(condition: Callable[[], bool], alive: Callable[[], bool], seconds: float = 60) -> None:
     """Waits for a condition; fails at once if the process that should bring it about has ended,
     and when the time is over."""
     end = time.monotonic() + seconds
