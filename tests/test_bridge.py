@@ -200,6 +200,20 @@ def test_what_a_change_alone_leaves_of_the_cost():
     with pytest.raises(KeyError): bridge.alone(found)
 
 
+def test_a_setting_is_slow_between_the_first_two_lengths_of_sizes():
+    found = losses(lambda name: {"all": -0.1}.get(name, 0.1), scatter=0.0)  # master weights end at 2.35
+    for name, loss in {"with context": 2.45, "with loop": 2.55, "all": 2.41}.items():
+        for arm in bridge.ARMS:
+            for seed in bridge.SEEDS: found[name][arm][seed] += loss - 2.35
+    def at(loss): return dict.fromkeys(bridge.SEEDS, loss)
+    there = {(part, bridge.ARMS[arm]): at(loss + (0.2 if arm == "stochastic" else 0.0))
+             for part, loss in {"300": 2.5, "0.4m": 2.4}.items() for arm in bridge.ARMS}
+    assert bridge.slow(found, there) == ["with context", "all"]
+    for (loss, cost), expected in {bridge.place(found, "all"): (2.41, -0.1),
+                                   bridge.place_in_sizes(there, "300"): (2.5, 0.2)}.items():
+        assert (loss, cost.mean) == pytest.approx(expected, abs=1e-12)  # float64, sums of eight
+
+
 def test_an_interval_is_that_of_scipy():
     found = losses(lambda name: 0.1, scatter=0.02)
     for seed in bridge.SEEDS: found["sizes"]["stochastic"][seed] = 1 + seed / 10 + 0.1 + seed / 1e3

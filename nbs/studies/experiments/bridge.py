@@ -20,6 +20,7 @@ from functools import cache
 from itertools import chain, product
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Callable, Iterable, Mapping
 
 import torch
@@ -328,6 +329,26 @@ def alone(losses: Losses) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in CHANGES: found.setdefault(decided(losses, f"with {name}"), []).append(name)
     return found
+
+
+LENGTHS = "300", "0.4m", "1200", "4800"  # parts of the study of sizes that train its model here, by their updates
+
+
+def place(losses: Losses, name: str) -> tuple[float, Interval]:
+    "The loss under master weights of a setting, which tells how far it came, and its cost."
+    return fmean(losses[name]["master"].values()), interval(costs(losses, name).values())
+
+
+def place_in_sizes(found: sizes.Losses, part: str) -> tuple[float, Interval]:
+    "The same of a part of the study of sizes."
+    master = found[part, ARMS["master"]].values()
+    return fmean(master), interval(sizes.above(found, part, ARMS["stochastic"], ARMS["master"]))
+
+
+def slow(losses: Losses, found: sizes.Losses) -> list[str]:
+    "The settings that come no further than the second of `LENGTHS`, but further than the first."
+    few, more = (place_in_sizes(found, part)[0] for part in LENGTHS[:2])
+    return [name for name in losses if name != "sizes" and more < place(losses, name)[0] < few]
 
 
 def below_zero(found: Interval) -> str: return found.within(most=0.0)
