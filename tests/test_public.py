@@ -1,5 +1,5 @@
-"""Every public name says what it is, says what its parameters are, is used in an example that runs,
-and has a page in the sidebar."""
+"""Every public name says what it is, says what its parameters are, and is used in an example that
+runs. A lint lists the faults of a module's names."""
 import ast
 import importlib
 import inspect
@@ -10,7 +10,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
-import yaml
+import torch
 from fastcore.docments import docments
 from nbdev.process import NBProcessor
 from nbdev.showdoc import show_doc
@@ -24,21 +24,18 @@ MODULES = sorted(
     for m in pkgutil.walk_packages(altgrad.__path__, "altgrad.")
     if not m.ispkg and "._" not in m.name
 )
-every_module = pytest.mark.parametrize("module", MODULES)
-
-
-def public(module: str) -> dict[str, object]:
-    """The public names of a module and what they stand for;
-    those of type hints (`Losses = Callable[...]`) and constants too."""
-    found = importlib.import_module(f"altgrad.{module}")
-    return {name: getattr(found, name) for name in found.__all__}
 
 
 def is_documentable(value: object) -> bool:
     "Whether it is a function or a class of ours; constants and type hints cannot have a docstring."
-    return (
-        inspect.isroutine(inspect.unwrap(value)) if callable(value) else False
-    ) or inspect.isclass(value)
+    return inspect.isclass(value) or callable(value) and inspect.isroutine(inspect.unwrap(value))
+
+
+def documentable(module: str) -> dict[str, object]:
+    "The public names of a module that can have a docstring, and what they stand for."
+    place = importlib.import_module(f"altgrad.{module}")
+    public = {name: getattr(place, name) for name in place.__all__}
+    return {name: value for name, value in public.items() if is_documentable(value)}
 
 
 def written(value: object) -> str:
@@ -55,10 +52,8 @@ def written(value: object) -> str:
 def notebooks(module: str) -> list[Path]:
     "The notebooks that a module is exported from."
     text = (ROOT / "altgrad" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-    return [
-        ROOT / "nbs" / name
-        for name in dict.fromkeys(re.findall(r"^# %% [./]+/nbs/(\S+\.ipynb)", text, re.MULTILINE))
-    ]
+    names = re.findall(r"^# %% [./]+/nbs/(\S+\.ipynb)", text, re.MULTILINE)
+    return [ROOT / "nbs" / name for name in dict.fromkeys(names)]
 
 
 def code_in(text: str) -> ast.AST | None:
@@ -96,13 +91,8 @@ def examples(path: Path) -> set[str]:
     return set().union(*(used(top) for c in cells for top in c.parsed_() or []))
 
 
-@every_module
-def test_docstrings(module):
-    assert [
-        name
-        for name, value in public(module).items()
-        if is_documentable(value) and not written(value)
-    ] == []
+def docstring(name: str, value: object) -> list[str]:
+    return [] if written(value) else ["none"]
 
 
 def functions(value: object) -> Iterator[Callable]:
@@ -117,61 +107,43 @@ def functions(value: object) -> Iterator[Callable]:
         )
 
 
-def untyped(value: object) -> list[str]:
+def types(name: str, value: object) -> list[str]:
     "Parameters without a type, and `return` where a function does not say what it returns."
-    said = [(f, inspect.signature(f)) for f in functions(value)]
+    signatures = [(f, inspect.signature(f)) for f in functions(value)]
     bare = [
         f"{f.__name__}({p.name})"
-        for f, s in said
+        for f, s in signatures
         for p in s.parameters.values()
         if p.name != "self" and p.annotation is p.empty
     ]
     return bare + [
         f"{f.__name__}: return"
-        for f, s in said
+        for f, s in signatures
         if f.__name__ != "__init__" and s.return_annotation is s.empty
     ]
-
-
-@every_module
-def test_types(module):
-    found = {
-        name: untyped(value) for name, value in public(module).items() if is_documentable(value)
-    }
-    assert {name: bare for name, bare in found.items() if bare} == {}
 
 
 # a comment with one of these says the shape of a tensor
 SHAPES = "[", "shape", "scalar", "broadcast"
 
 
-def shapeless(value: object) -> list[str]:
+def shapes(name: str, value: object) -> list[str]:
     "Parameters of a function that take tensors, and do not say of which shape."
-    told = docments(value)
+    if inspect.isclass(value): return []
+    comments = docments(function := inspect.unwrap(value))
     return [
         p.name
-        for p in inspect.signature(value).parameters.values()
+        for p in inspect.signature(function).parameters.values()
         if "torch.Tensor" in inspect.formatannotation(p.annotation)
-        and not any(word in (told.get(p.name) or "") for word in SHAPES)
+        and not any(word in (comments.get(p.name) or "") for word in SHAPES)
     ]
 
 
-@every_module
-def test_shapes(module):
-    found = {
-        name: shapeless(inspect.unwrap(value))
-        for name, value in public(module).items()
-        if is_documentable(value) and not inspect.isclass(value)
-    }
-    assert {name: bare for name, bare in found.items() if bare} == {}
-
-
-@every_module
-def test_reference(module):
+def reference(name: str, value: object) -> list[str]:
     """nbdev looks types up when it writes the reference:
     one that it does not find is an error there, and nowhere else."""
-    for name, value in public(module).items():
-        if is_documentable(value): assert name in str(show_doc(value)), name
+    try: return [] if name in str(show_doc(value)) else ["not shown"]
+    except Exception as error: return [repr(error)]
 
 
 def comes_with(value: object) -> set[str]:
@@ -190,22 +162,38 @@ def comes_with(value: object) -> set[str]:
     }
 
 
-@every_module
-def test_examples(module):
-    seen = set().union(*map(examples, notebooks(module)))
-    told = {name: value for name, value in public(module).items() if is_documentable(value)}
-    while (
-        more := set().union(*(comes_with(value) for name, value in told.items() if name in seen))
-        - seen
-    ):
-        seen |= more
-    assert [name for name in told if name not in seen] == []
+LINTS = (docstring, types, shapes, reference)  # of a name and what it stands for
 
 
-@every_module
-def test_pages(module):
-    menu = yaml.safe_load((ROOT / "_quarto.yml").read_text(encoding="utf-8"))["website"]["sidebar"]
-    missing = [
-        p.name for p in notebooks(module) if p.relative_to(ROOT / "nbs").as_posix() not in str(menu)
+def unused(names: dict, seen: set[str]) -> list[str]:
+    "Names that no example uses, nor comes with one that it uses."
+    met = set().union(*(comes_with(value) for name, value in names.items() if name in seen))
+    return unused(names, seen | met) if met - seen else [name for name in names if name not in seen]
+
+
+def faults(names: dict, seen: set[str]) -> list[str]:
+    "All faults of a module's names, each with its lint; examples use the names seen."
+    listed = [f"example: {name}: none" for name in unused(names, seen)]
+    for lint in LINTS:
+        for name, value in names.items():
+            listed += [f"{lint.__name__}: {name}: {fault}" for fault in lint(name, value)]
+    return listed
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_names_of_a_module_have_no_fault(module):
+    listed = faults(documentable(module), set().union(*map(examples, notebooks(module))))
+    if listed: pytest.fail("\n".join(listed), pytrace=False)
+
+
+def test_each_lint_sees_its_fault_and_no_other():
+    def silent() -> None: pass
+    def careless(x: torch.Tensor, n): "What it does."
+    def lost(n: "Nowhere") -> None: "What it does."  # noqa: F821
+
+    listed = faults({f.__name__: f for f in (silent, careless, lost)}, {"careless", "lost"})
+    starts = [
+        "example: silent: none", "docstring: silent: none", "types: careless: careless(n)",
+        "types: careless: careless: return", "shapes: careless: x", "reference: lost: NameError",
     ]
-    assert notebooks(module) and missing == []
+    assert len(listed) == len(starts) and all(map(str.startswith, listed, starts)), listed
