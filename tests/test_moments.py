@@ -252,21 +252,16 @@ def test_a_weight_that_is_not_contiguous_is_moved_as_any_other():
     assert not weights[1].is_contiguous() and torch.equal(*weights)
 
 
-def test_a_step_that_fails_or_changes_nothing_leaves_the_codes():
+def test_a_step_that_fails_leaves_codes():
     class Failing(torch.optim.AdamW):
         def step(self):
             super().step()
-            if self.fail: raise RuntimeError("no")
+            raise RuntimeError("no")
     w = torch.nn.Parameter(torch.ones(64, 64))
     optimizer = with_moments(Failing, "dynamic8")([w])
-    optimizer.fail = True
     w.grad = grads(w.shape, 1)[0]
     with pytest.raises(RuntimeError, match="no"): optimizer.step()
-    kept = optimizer.state[w]["exp_avg"]
-    assert kept["dynamic8"].dtype == torch.uint8
-    optimizer.fail, w.grad = False, None
-    optimizer.step()
-    assert optimizer.state[w]["exp_avg"] is kept
+    assert optimizer.state[w]["exp_avg"]["dynamic8"].dtype == torch.uint8
 
 
 def real_shapes() -> Bench:
@@ -279,10 +274,12 @@ def real_shapes() -> Bench:
 @pytest.mark.parametrize("moments, bits", [
     ("float32", 32), ("dynamic8", 8.125), ("e4m3", 8.125), ("e5m2", 8.125), ("coat8", 8.5)
 ])
-@pytest.mark.parametrize("rule, count", [("adamw", 2), ("madam", 1)])
-def test_bits_a_weight_are_measured(rule, count, moments, bits):
-    arm = Arm(rule=rule, moments=moments, checkpoint="stdlib-0.1m-0")
-    assert bits_a_weight(arm, real_shapes()) == 8 + count * bits
+def test_bits_a_weight_are_measured(moments, bits):
+    counts = {"adamw": 2, "madam": 1, "lion": 1, "sgd": 1, "eco": 2}
+    if moments == "float32": counts["averaged_adamw"] = 3
+    for rule, count in counts.items():
+        arm = Arm(rule=rule, moments=moments, checkpoint="stdlib-0.1m-0")
+        assert bits_a_weight(arm, real_shapes()) == 8 + count * bits, rule
 
 
 def test_stored_rows_keep_their_names_and_have_float32():

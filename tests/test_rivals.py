@@ -1,15 +1,25 @@
-"""Rivals beside their authors' own code, where that is no example for a page."""
+"""Rivals beside their authors' own code, where that is no example for a page, and those that are
+rules where the package uses them: in the instrument and in training runs that stop and go on."""
 import importlib.util
 import sys
 from types import ModuleType
 
 import pytest
 import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from altgrad.basics import InputError
+from altgrad.evidence.instrument import Arm, Bench, Weights, build_checkpoint, run_arm, state_hash
+from altgrad.geometry.catalogue import RULES
 from altgrad.geometry.keeping import Storage
+from altgrad.geometry.rivals.average import AveragedAdamW
 from altgrad.geometry.rivals.split import Split
+from altgrad.geometry.storage import make_grid_tensor, plain_state
 from altgrad.numbers.formats import get_format
 from altgrad.numbers.quantize import fake_quantize
+from altgrad.training.config import make_config
+from altgrad.training.trainer import NonfiniteGuard, Trainer
+from tiny import TASK, TEXT
 
 FLASH = importlib.util.find_spec("flashoptim")  # pip install --no-deps flashoptim
 
@@ -81,17 +91,155 @@ def of_heavyball():
 
 
 @pytest.mark.parametrize("of", [of_torchao, of_heavyball])
+@torch.compiler.set_stance("force_eager")  # heavyball's function takes half a minute to compile
 def test_stochastic_rounding_to_bfloat16_is_theirs(of):
     theirs = of()
     torch.manual_seed(2)
-    x, fmt, n = torch.randn(500), get_format("bfloat16"), 1024
+    x, fmt, keys, copies = torch.randn(500), get_format("bfloat16"), 32, 32
     low, high = (fake_quantize(x, fmt, rounding=r) for r in ("down", "up"))
     chance = ((x - low) / (high - low)).nan_to_num(0)
     kind, up = Storage("stochastic", fmt="bfloat16"), torch.zeros(2, 500)
-    for key in range(n):
-        drawn = torch.stack([kind.round(x, fmt, key), theirs(x).float()])
+    for key in range(keys):
+        many = x.repeat(copies, 1)
+        drawn = torch.stack([kind.round(many, fmt, key), theirs(many).float()])
         assert ((drawn == low) | (drawn == high)).all()
-        up += drawn == high
+        up += (drawn == high).sum(1)
     # five standard errors, and 2^-16 for bits that they do not draw
+    n = keys * copies
     allowed = 5 * (chance * (1 - chance) / n).sqrt() + 2.0**-16
     assert ((up / n - chance).abs() <= allowed).all()
+
+
+def test_torchao_int8_with_stochastic_rounding_is_e0m7_of_a_row():
+    """Direct quantized training in INT8. torchao scales each row, by its largest over 127 at every
+    write; a grid here has one power of two a tensor, which grows only. Where the two agree, in a
+    row that ends at 127/128, both round to the same values, and to the next below or above them."""
+    qt = pytest.importorskip("torchao.prototype.quantized_training")
+    row = torch.rand(1, 500, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    row[0, 0] = 127 / 128
+    row.clamp_(-127 / 128, 127 / 128)
+    ours = make_grid_tensor(row, "E0M7", "grid_stochastic")
+    theirs = qt.Int8QuantizedTrainingLinearWeight.from_float(row)
+    assert torch.equal(ours.dequantize(), theirs.dequantize())
+
+    drawn = []
+    for weight in (ours, theirs):
+        values = []
+        torch.manual_seed(0)
+        for _ in range(400):
+            weight.copy_(row)
+            values.append(weight.dequantize())
+        drawn.append(torch.cat(values))
+    low, part = (128 * row).floor(), (128 * row).frac() % 1
+    for values in drawn:
+        steps = 128 * values - low
+        assert ((steps == 0) | (steps == 1) & (part > 0)).all()
+        # six standard errors of 400 draws of 500 weights, no rounding error
+        assert (steps.mean(0) - part).abs().max() < 6 * 0.5 / 400**0.5
+        assert (steps.mean() - part.mean()).abs() < 6 * 0.5 / (400 * 500) ** 0.5
+
+
+# rules
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    "A text and a checkpoint."
+    folder = tmp_path_factory.mktemp("rivals")
+    (folder / "text.txt").write_text(TEXT)
+    data = {"tiny": f"path:{folder / 'text.txt'}"}
+    made = Bench(folder / "checkpoints", data, TASK, folder / "cache")
+    build_checkpoint(made, "tiny-0")
+    return made
+
+
+def arm(**values) -> Arm:
+    return Arm(**{"checkpoint": "tiny-0", "corpus": "tiny", "lr": 0.01, **values})
+
+
+class Averaged(Weights):
+    "Weights with torch's moving average of what was stored."
+    def __init__(self, model, arm):
+        super().__init__(model, arm)
+        self.means: list[torch.Tensor] = []
+
+    def update(self, rule):
+        super().update(rule)
+        now = [p.latent() if self.on_grid else p.detach().clone() for p in self.stored]
+        if self.means: get_ema_multi_avg_fn(0.95)(self.means, now, 1)
+        else: self.means = now
+
+
+@pytest.mark.parametrize("storage", ["fp32", "master", "grid_nearest", "grid_residual4"])
+def test_what_is_validated_is_the_average(bench, storage):
+    looked: list[Averaged] = []
+
+    def make(model, a):
+        looked.append(Averaged(model, a))
+        return looked[-1]
+
+    plain = run_arm(arm(storage=storage, rule="adamw"), bench, make)
+    averaged = run_arm(arm(storage=storage, rule="averaged_adamw"), bench)
+    (weights,) = looked
+    means = weights.means
+    if weights.on_grid:
+        means = [fake_quantize(m, "E4M3", g.scale) for m, g in zip(means, weights.stored)]
+    expected = state_hash({str(i): m for i, m in enumerate(means)})[:16]
+    assert averaged["weights_sha"] == expected != plain["weights_sha"]
+    assert averaged["curve"] == plain["curve"]  # training never sees the average
+    assert averaged["val_loss"] != plain["val_loss"]
+
+
+def test_a_training_run_refuses_a_rule_with_averages():
+    with pytest.raises(InputError, match="averaged_adamw keeps averages"):
+        make_config({"rule": "averaged_adamw", "format": "E4M3"})
+
+
+def test_eco_without_a_grid_is_adamw(bench):
+    for storage in ("fp32", "master"):
+        rows = [run_arm(arm(rule=r, storage=storage), bench) for r in ("adamw", "eco")]
+        assert rows[0]["weights_sha"] == rows[1]["weights_sha"]
+
+
+def trainer(bench, out, rule: str) -> Trainer:
+    return Trainer(make_config(dict(
+        name="run", data=bench.data["tiny"], format="E4M3", storage="grid_stochastic",
+        rule=rule, rule_lr=RULES[rule].guess, max_steps=4, batch_size=2, block_size=16,
+        eval_every=2, eval_windows=2, warmup_steps=1, checkpoint_every=1, device="cpu",
+        compute_dtype="float32",
+    )), out)
+
+
+@pytest.mark.parametrize("rule", ["lion", "sgd", "eco"])
+def test_a_stopped_training_run_goes_on_bit_for_bit(bench, tmp_path, monkeypatch, rule):
+    whole, torn = (trainer(bench, tmp_path / name, rule) for name in ("whole", "torn"))
+    whole.run(progress=False)
+    check = NonfiniteGuard.check
+
+    def stop(guard, row):
+        check(guard, row)
+        if row["step"] == 2: raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NonfiniteGuard, "check", stop)
+        with pytest.raises(KeyboardInterrupt): torn.run(progress=False)
+    torn = trainer(bench, tmp_path / "torn", rule)
+    assert torn.run(progress=False)["exit_reason"] == "finished"
+    ends = [plain_state(t.model) for t in (whole, torn)]
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+
+
+@pytest.mark.parametrize("wrong, why", [
+    ({"decay": 5.0}, "decay must be"), ({"decay": "0.9"}, "decay must be"),
+    ({"decay": True}, "decay must be"), ({"power": 1.0}, "power must be 0"),
+])
+def test_a_group_of_averages_is_checked_as_the_constructor_is(wrong, why):
+    make = lambda: torch.nn.Parameter(torch.ones(3))
+    group = {"params": [make()], **wrong}
+    with pytest.raises(InputError, match=why): AveragedAdamW([group], "E4M3")
+    if "decay" in wrong:  # the constructor has no power
+        with pytest.raises(InputError, match=why): AveragedAdamW([make()], "E4M3", **wrong)
+    rule = AveragedAdamW([make()], "E4M3", decay=0.5)
+    with pytest.raises(InputError, match=why): rule.add_param_group(group)
+    rule.add_param_group({"params": [make()], "decay": 0.25})
+    assert [group["decay"] for group in rule.param_groups] == [0.5, 0.25]
