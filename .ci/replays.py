@@ -1,7 +1,9 @@
-"""Makes stored rows again, drawn by chance from every ledger, and stores how they compare; of the
-ledger of sizes those that took two minutes at most on a CPU, for others take hours.
+"""Makes stored rows again and stores how they compare: the thirty that tests/golden.json names, or others
+drawn by chance from every ledger; of the ledger of sizes those that took two minutes at most on a CPU, for
+others take hours.
 
-python .ci/replays.py [--rows 30] [--seed 0]
+python .ci/replays.py                       # the thirty
+python .ci/replays.py --seed 1 [--rows 30]  # another draw
 
 The result goes to nbs/results/replays.json, beside those of other machines, settings and draws (as the
 page that shows it says, nbs/studies/portability.ipynb). Rows of failed runs are not drawn. A run that does
@@ -35,11 +37,22 @@ SIZES, MOST = "sizes", 120  # from first weights, which any machine can make; se
 OF_BENCH = "bits", "narrow", *(f"reasons/{p.name}" for p in sorted(RESULTS.glob("reasons/*")))
 
 
-def drawn(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    "Rows by chance, each with the folder that it lies in."
+Placed = tuple[str, dict[str, Any]]  # the folder that a row lies in, and the row
+
+
+def every_row() -> list[Placed]:
+    "The rows that can be made again, in the order of their ids."
     rows = [(folder, row) for folder in (*WITH_TEXTS, *OF_BENCH, SIZES)
             for row in read_rows(RESULTS / folder) if not row.get("error") and (folder != SIZES or short(row))]
-    return random.Random(seed).sample(sorted(rows, key=lambda pair: pair[1]["run"]), count)
+    return sorted(rows, key=lambda pair: pair[1]["run"])
+
+
+def chosen(count: int, seed: int | None) -> list[Placed]:
+    "Rows drawn by chance; without a seed those that are pinned."
+    if seed is not None: return random.Random(seed).sample(every_row(), count)
+    pins = json.loads((ROOT / "tests/golden.json").read_bytes())["replays"]
+    rows = {row["run"]: (folder, row) for folder, row in every_row()}
+    return [rows[run] for run in pins]
 
 
 def short(row: dict[str, Any]) -> bool:
@@ -79,21 +92,21 @@ def explained(found: dict[str, Any]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--rows", type=int, default=30, help="how many a draw has")
+    parser.add_argument("--seed", type=int, help="of a draw; without one the pinned rows are made again")
     args = parser.parse_args()
-    found = []
+    found, rows = [], chosen(args.rows, args.seed)
     with tempfile.TemporaryDirectory() as checkpoints:
-        for folder, row in drawn(args.rows, args.seed):
+        for folder, row in rows:
             found.append(compared(folder, row, Path(checkpoints)))
-            tell(f"{len(found)}/{args.rows} {folder}: {found[-1]['said']}")
+            tell(f"{len(found)}/{len(rows)} {folder}: {found[-1]['said']}")
     limits = {name: os.environ[name] for name in LIMITS if name in os.environ}
     facts = {"seed": args.seed, "commit": git_commit(), "machine": machine(), "limits": limits,
              "versions": versions(), "rows": found}
     stored = json.loads(STORED.read_bytes()) if STORED.is_file() else {}
     name = f"{facts['machine']['cpu']}, {facts['machine']['capability']}"
     if limits: name += " by setting"
-    if args.seed: name += f", draw {args.seed}"
+    if args.seed is not None: name += f", draw {args.seed}"
     stored[name] = facts
     write_atomic(STORED, json.dumps(stored, indent=1) + "\n")
     return 0 if all(map(explained, found)) else 1
