@@ -6,12 +6,13 @@ INSTALLED := .venv/.installed
 # One thread each: two notebooks at a time with torch's default threads were over ten times slower on two busy cores (24 s against 280 s and more).
 ISOLATED := env -u XDG_CACHE_HOME -u XDG_CONFIG_HOME -u XDG_DATA_HOME HOME="$(CURDIR)/.venv/home" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST := $(ISOLATED) $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+NBDEV_TEST := $(ISOLATED) $(BIN)/nbdev_test --n_workers 2 --timing --do_print
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow portable kills hostile verify referee replays bench gpu style house evidence lab export notebooks readme docs quarto
+.PHONY: help demo test test-all rest portable kills hostile verify referee replays bench gpu style house evidence lab export notebooks readme docs quarto
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 # .ci/first_light.py reads this line: what it measures and checks is what a newcomer runs.
 DEMO := compare e7m0_fp8 e7m0_fp8:storage=grid_nearest e7m0_fp8:storage=grid_stochastic --seeds 3 \
@@ -19,10 +20,13 @@ DEMO := compare e7m0_fp8 e7m0_fp8:storage=grid_nearest e7m0_fp8:storage=grid_sto
 demo: $(INSTALLED) ## train with 8-bit weights, with and without an FP32 copy of them, and compare in runs/demo
 	$(BIN)/altgrad $(DEMO) --out runs/demo
 
-# These pages need what a reader has, and no clone: tests/test_package.py runs them with the built wheel.
+# `make rest` has these: the pages that are no floor, the floors above `training`, and those that
+# tests/test_package.py runs with the built wheel, where there is no clone.
+FLOORS := numbers|geometry|model|watching|training
+ABOVE := evidence|views|studies|tutorials|understand
 FROM_WHEEL := did_my_weights_move|what_broke_first|without_master_weights|train_what_you_serve
 
-test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks' own tests, pytest
+test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks up to training, the tests that are not slow: eight minutes
 	@mkdir -p .venv/home
 	@echo "== ruff: the code has no lint"
 	@$(BIN)/ruff check -q --output-format concise --config .ci/ruff.toml altgrad tests setup.py .ci nbs/studies/experiments nbs/studies/benchmarks
@@ -33,14 +37,22 @@ test: $(INSTALLED) ## lint, types, clean and exported notebooks, the notebooks' 
 	@$(ISOLATED) $(BIN)/python .ci/notebooks.py check-clean
 	@echo "== nbdev_export: altgrad/ is what the notebooks export"
 	@$(ISOLATED) $(BIN)/python .ci/notebooks.py check-export
-	@echo "== nbdev_test: every notebook runs, but for four that pytest runs from the wheel"
-	@$(ISOLATED) $(BIN)/nbdev_test --n_workers 2 --timing --skip_file_re '^[_.]|^($(FROM_WHEEL))\.ipynb$$'
+	@echo "== nbdev_test: the notebooks of basics, numbers, geometry, model, watching and training run"
+	@$(NBDEV_TEST) --skip_folder_re '^[_.]|^($(ABOVE))$$' --skip_file_re '^[_.]|^(cli|index)\.ipynb$$'
 	@echo "== pytest: tests/, without the slow ones"
 	@$(PYTEST) -m "not slow" tests
+	@echo "== passed. Left out, for \`make rest\` or \`make test-all\`: the other notebooks, slow cells and slow tests, and other CPUs"
 
-slow: $(INSTALLED) ## the tests that `make test` leaves out: three long proofs beside shorter ones (two minutes)
+test-all: test rest ## everything: make test, then make rest
+
+rest: $(INSTALLED) ## what make test leaves out: the other notebooks, slow cells and tests, other CPUs' arithmetic: twenty minutes
 	@mkdir -p .venv/home
+	@echo "== nbdev_test: the other notebooks run, but for four that pytest runs from the wheel"
+	@$(NBDEV_TEST) --skip_folder_re '^[_.]|^($(FLOORS))$$' --skip_file_re '^[_.]|^(basics|$(FROM_WHEEL))\.ipynb$$'
+	@echo "== pytest: the slow tests"
 	@$(PYTEST) -m slow tests
+	@echo "== portable: what holds numerics, in the two settings that differ most"
+	@$(ISOLATED) $(BIN)/python .ci/portable.py --quick
 
 portable: $(INSTALLED) ## the notebooks and tests whose numbers pass through sums, computed as other machines would (an hour)
 	@mkdir -p .venv/home

@@ -94,6 +94,7 @@ def test_all_arms_have_the_same_budget_and_are_tuned_by_the_uncapped_loss(here):
         assert found["rates"][role] == min(mean, key=mean.__getitem__)
 
 
+@pytest.mark.slow
 def test_a_killed_bench_goes_on_and_comes_out_the_same(small, here):
     assert bench("mine.py:Mine") == 0
     whole = card("mine.py_Mine_*_grid_stochastic_E4M3")
@@ -120,6 +121,7 @@ def test_a_killed_bench_goes_on_and_comes_out_the_same(small, here):
     assert again | clock == whole | clock
 
 
+@pytest.mark.slow
 def test_several_formats_and_json(here, capsys):
     assert bench("madam", "--format", "E4M3,E7M0", "--json") == 0
     cards = json.loads(capsys.readouterr().out)
@@ -127,6 +129,7 @@ def test_several_formats_and_json(here, capsys):
     assert all(c["verdict"] in {v.value for v in Verdict} for c in cards)
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_is_in_a_cards_folder_its_sentence_and_its_name(small, here, monkeypatch, capsys):
     "No card overwrites another's, and the rival and the master arm know nothing of the rule's settings."
     monkeypatch.setitem(PROTOCOLS, "bench-1-quick", replace(small, name="bench-1-quick"))

@@ -23,6 +23,8 @@ import pytest
 from altgrad.evidence.leaderboard import Submission, submissions_table
 from kernels import with_kernels
 
+pytestmark = pytest.mark.slow
+
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="the package playwright is not installed (pip install playwright)"
 )

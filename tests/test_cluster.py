@@ -20,6 +20,8 @@ from kernels import with_kernels
 from tiny import HEAD
 from wait import until
 
+pytestmark = pytest.mark.slow
+
 ray = pytest.importorskip("ray")
 RAY, ALTGRAD = (Path(sys.executable).parent / name for name in ("ray", "altgrad"))
 MATRIX = HEAD + """\

@@ -158,6 +158,7 @@ ARMS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ARMS, ids=str)
 def test_every_kind_of_run_is_traced_without_a_break(run, arm, monkeypatch):
     whole = run("eager", **arm)[1]
@@ -244,6 +245,7 @@ for size in map(int, sys.argv[1:]):
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_of_a_small_tensor_is_not_found_on_disk_for_a_large_one(tmp_path):
     "The compiler keeps the tiles that it chose for the first tensor with the kernel."
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0",

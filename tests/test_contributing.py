@@ -186,6 +186,7 @@ def test_the_notebook_of_the_formats_still_passes(tree):
     )
 
 
+@pytest.mark.slow
 def test_the_rule_and_the_storage_go_through_trainer_sweeps_both_engines_and_the_study(tree):
     run(tree, str(ROOT / "tests/use_rows.py"))
 

@@ -145,6 +145,7 @@ def test_the_analysis_finds_the_truth(complete):
             assert fmt == "E0M7" or e.low - 2e-4 < truth(fmt, storage) < e.high + 2e-4
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_of_a_complete_ledger(page, complete, amended, monkeypatch):
@@ -164,6 +165,7 @@ def test_pages_of_a_complete_ledger(page, complete, amended, monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize(

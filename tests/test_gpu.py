@@ -55,6 +55,7 @@ def in_process(options, kind, model, batch, names, path="auto"):
     return bench_step.case(Namespace(**vars(options), case=(kind, model, batch, ",".join(names))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", [name for name in PIECES if name not in INTERPRETED])
 def test_a_piece_runs_small_on_a_cpu(piece, monkeypatch):
     if piece != "step_small": monkeypatch.setattr(bench_step, "run_case", in_process)
@@ -66,6 +67,7 @@ def test_a_piece_runs_small_on_a_cpu(piece, monkeypatch):
     if piece == "replicas_runs": assert held["runs"] > 0
 
 
+@pytest.mark.slow
 def test_kernels_of_triton_run_under_its_interpreter(tmp_path):
     pytest.importorskip("triton")
     code = ("import sys; from pathlib import Path; import gpu_parts\n"
@@ -230,6 +232,7 @@ def test_an_error_is_told_with_its_last_lines(tmp_path):
     assert gpu.limited([sys.executable, "-c", "pass"], 60, tmp_path / "log") is None
 
 
+@pytest.mark.slow
 def test_the_whole_way_for_one_piece(tmp_path, monkeypatch, capsys):
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump({"step": {"pieces": {"products": {"cpu": "5s"}, "absent": {"cpu": "1s"}}}}))

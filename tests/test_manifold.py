@@ -450,6 +450,7 @@ def train(model, optimizer, steps) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @every_format
 def test_a_gpt_trains_on_its_manifold(name):
     model, optimizer = on_manifold(name, manifold=dict(floor_octaves=6))

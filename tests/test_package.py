@@ -217,6 +217,7 @@ def pages(reader) -> Path:
     return work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_a_tutorial_needs_no_clone(pages, name):
     said = (pages / name).read_text(encoding="utf-8")

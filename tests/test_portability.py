@@ -13,6 +13,8 @@ import torch
 
 from altgrad.evidence import instrument
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("portable", ROOT / ".ci/portable.py")
 portable = sys.modules["portable"] = importlib.util.module_from_spec(spec)

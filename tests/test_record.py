@@ -30,6 +30,8 @@ from altgrad.watching.record import Recorder, lightning_record, transformers_rec
 from altgrad.watching.recording import read_recording
 from altgrad.watching.what_if import read_dump, what_if
 
+from marks import all_slow_but
+
 
 def recorded(run: faults.Run, every: int = 1, **how) -> Recorder:
     "The recorder of a whole run."
@@ -39,13 +41,13 @@ def recorded(run: faults.Run, every: int = 1, **how) -> Recorder:
     return recorder
 
 
-@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda f: f.id)
+@pytest.mark.parametrize("fault", all_slow_but(6, faults.FAULTS), ids=lambda f: f.id)
 def test_the_first_cause_of_a_planted_fault_is_named(fault):
     cause = recorded(fault.run()).cause
     assert (cause.kind, cause.layer, cause.step) == (fault.kind, fault.layer, fault.step)
 
 
-@pytest.mark.parametrize("run", faults.HEALTHY, ids=lambda r: r.id)
+@pytest.mark.parametrize("run", all_slow_but(6, faults.HEALTHY), ids=lambda r: r.id)
 def test_a_healthy_run_is_not_accused(run): assert recorded(run.run()).cause is None
 
 
@@ -57,6 +59,7 @@ def test_there_are_as_many_planted_faults_as_were_promised():
         assert {f.family for f in faults.FAULTS if f.kind == kind} == set(faults.FAMILIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", faults.FAMILIES)
 def test_a_recorded_run_ends_at_the_same_bits(family):
     plain = faults.Run(family).prepare()
@@ -910,6 +913,7 @@ AT_ONCE = {  # kinds that a glance sees
 TWICE = {"gradient lost", "coarse sums", "gradient underflow"}  # that two measured steps have to show
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [f for f in faults.FAULTS if f.family == "conv"], ids=lambda f: f.id)
 def test_between_measured_steps_a_fault_is_seen_at_once_or_late_and_never_as_another(fault):
     "Steps 1, 4 and 8 are measured; most faults come at 5. A loss that rises has the next step measured, too."
@@ -921,6 +925,7 @@ def test_between_measured_steps_a_fault_is_seen_at_once_or_late_and_never_as_ano
         assert cause.step == fault.step if at_once else fault.step <= cause.step <= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", faults.HEALTHY, ids=lambda r: r.id)
 def test_a_healthy_run_is_not_accused_between_measured_steps(run):
     assert recorded(run.run(), every=4).cause is None
@@ -1300,6 +1305,7 @@ def in_trainer(model, folder, data, callback=lambda trainer: None, **more) -> ob
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", (1, 2))
 def test_in_the_trainer_of_transformers(tmp_path, micro, capsys):
     "Evaluation meets a NaN at every step, and is no step."
@@ -1343,6 +1349,7 @@ def with_lightning(model, data, callback, steps=6, fails_at=0, **more):
     return callback
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("micro", (1, 2))
 def test_in_lightning(tmp_path, micro, capsys):
@@ -1358,6 +1365,7 @@ def test_in_lightning(tmp_path, micro, capsys):
     assert str(watch.meter.cause) == str(cause) and str(cause) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("every", (1, 10))
 @pytest.mark.parametrize("micro", (1, 2))

@@ -36,6 +36,8 @@ from altgrad.numbers.referee import (
     HYPOTHESES, INF, Program, Quantizer, inputs, judge, judge_apart, render_verdict,
 )
 
+from marks import all_slow_but
+
 SIGN = 0x80000000
 
 
@@ -52,7 +54,7 @@ def values(*numbers: float) -> np.ndarray: return np.array(numbers, np.float32).
 # faults
 
 
-@pytest.mark.parametrize("planted", mutants.MUTANTS, ids=lambda p: p.id)
+@pytest.mark.parametrize("planted", all_slow_but(10, mutants.MUTANTS), ids=lambda p: p.id)
 def test_a_planted_fault_is_named(planted):
     verdict = judge(planted.f, planted.format, **planted.asks)
     assert verdict.names == [planted.fault], str(verdict)

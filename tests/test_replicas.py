@@ -137,6 +137,7 @@ def test_what_cannot_be_stacked_is_refused_in_one_line(here):
         run_arms([arm(format="float8_e4m3fnuz")], bench(here))
 
 
+@pytest.mark.slow
 def test_a_sweep_in_batches_goes_on_and_says_so(here):
     sweep = Sweep(read_matrix(MATRIX), here / "ledger", bench(here))
     class Killed(Exception): pass

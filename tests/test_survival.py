@@ -33,6 +33,8 @@ from altgrad.watching.series import read_histograms, read_series
 from preloaded import ALTGRAD, FORKS
 from wait import has_content, until
 
+pytestmark = pytest.mark.slow
+
 SMALL = dict(
     format="E4M3", max_steps=9, batch_size=2, block_size=16, warmup_steps=2, eval_every=4,
     eval_windows=4, checkpoint_every=3, dropout=0.1, device="cpu",

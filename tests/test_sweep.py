@@ -81,6 +81,7 @@ def test_two_workers_make_the_rows_of_one(here, whole):
     assert rows_of(here, "two") == whole
 
 
+@pytest.mark.slow
 def test_killed_sweep_goes_on(here, whole, capsys):
     ledger = here / "killed/ledger.jsonl"
     process = subprocess.Popen(command(here, "killed"), stderr=subprocess.PIPE, text=True)

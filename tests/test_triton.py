@@ -25,6 +25,7 @@ def python(*argv: str, interpret: bool) -> subprocess.CompletedProcess:
                           capture_output=True, timeout=600)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_kernels_give_the_bits_of_the_cpu_path():
     done = python(".ci/referee.py", "--sample", interpret=True)
