@@ -75,7 +75,7 @@ hostile: $(INSTALLED) ## thousands of generated hostile inputs: each must be ref
 	@$(ISOLATED) $(BIN)/python .ci/hostile.py
 
 # The first paragraph of a script says what it measures and about how long. With ROUNDS=2 all is quick and for a look:
-# results go to runs/bench, and neither the stored ones nor the history change.
+# results go to runs/bench, and the stored ones do not change.
 ABOUT := import ast, sys; print(ast.get_docstring(ast.parse(open(sys.argv[1], encoding="utf-8").read())).split("\n\n")[0])
 bench: $(INSTALLED) ## time the code against other libraries (two hours; a look: ROUNDS=2); libraries in folders of their own: PEERS=FOLDER
 	@$(if $(ROUNDS),mkdir -p runs/bench)
@@ -83,7 +83,6 @@ bench: $(INSTALLED) ## time the code against other libraries (two hours; a look:
 	  echo "== $$script"; $(BIN)/python -c '$(ABOUT)' $$script; \
 	  $(BIN)/python $$script $(if $(ROUNDS),--rounds $(ROUNDS) --out runs/bench/$$(basename $$script .py).json) || exit 1; \
 	done
-	@$(if $(ROUNDS),,$(BIN)/python nbs/studies/benchmarks/history.py)
 
 # make gpu DEVICE=cpu BUDGET=3m is a dry run, far smaller, into runs/gpu.
 DEVICE ?= cuda

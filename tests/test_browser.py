@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from altgrad.evidence.leaderboard import Submission, submissions_table
 from kernels import with_kernels
 
 pytestmark = pytest.mark.slow
@@ -471,38 +470,3 @@ def test_text_stands_out(visit, name, dark, tmp_path):
     shade = sum(map(float, re.findall(r"[\d.]+", ground)[:3])) / 3
     assert (shade < 100) == dark, f"the {'dark' if dark else 'light'} page stands on {ground}"
     assert page.evaluate(FAINT, CONTRAST) == {}
-
-
-# the leaderboard
-
-
-def submission(name: str, bits: float, above: float) -> Submission:
-    "A row with these numbers, made up."
-    pair = {"mean": -above, "low": -above - 0.01, "high": -above + 0.01}
-    card = {
-        "rule": name, "storage": "fp32", "format": "E4M3", "moments": "float32", "against": "adamw",
-        "moved": True, "diverged": {"rule": 0}, "checkpoints": ["a", "b"],
-        "verdict": "ties with", "gain": pair, "below_master": pair, "difference_of_gains": pair,
-        "bits": {"rule": bits}, "rates": {},
-        "step_ms": {"rule": 1.0, "rival": 1.0}, "protocol": "bench-1", "machine": {"cpu": "x"},
-        "versions": {}, "date": "2026-11-23", "author": name, "source": "https://example.org",
-        "log": "https://example.org",
-    }
-    return Submission(f"{name}.json", card)
-
-
-def test_the_leaderboard_sorts_itself(browser):
-    rows = [submission("b", 72, -0.02), submission("c", 8, 0.1), submission("a", 40, -0.1)]
-    page, asked = browser.new_page(), []
-    page.on("request", lambda request: asked.append(request.url))
-    page.set_content(f"<!doctype html><body>{submissions_table(rows)}")
-    names = lambda: [text[0] for text in page.locator("tbody tr td:first-child").all_inner_texts()]
-    for head, order in (("Rule", "abc"), ("Bits", "cab"), ("Nats", "abc"), ("Nats", "cba")):
-        page.get_by_role("button", name=re.compile(f"^{head}")).click()
-        assert "".join(names()) == order, head
-    (sorted_by,) = page.locator("th[aria-sort]").all()
-    assert sorted_by.get_attribute("aria-sort") == "descending" and not asked
-    assert page.locator("li").first.is_visible() is False
-    page.get_by_text("more").first.click()
-    assert page.locator("li").first.is_visible()
-    page.close()

@@ -2,7 +2,6 @@
 and what `altgrad` itself hands on."""
 import ast
 import importlib
-import json
 import runpy
 import subprocess
 import sys
@@ -106,41 +105,3 @@ def test_importing_the_package_alone_loads_nothing():
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout.split()
     assert not {"torch", "numpy", "typing"} & set(loaded)
-
-
-# what was public before there were floors: old module -> new module -> its names
-MOVED = json.loads((ROOT / "tests/moved.json").read_text(encoding="utf-8"))
-# and what is so no more: residual bits and first guesses are columns of the catalogue, the
-# explorer's rules are `WALKS`, a contrast's range over rates took the place of slopes on tuning, and
-# no compiled kernel takes a tensor in pieces
-GONE = {"storage.RESIDUAL_BITS", "stability.GUESSES", "explorer.RULES", "evidence.slopes_on_tuning",
-        "statistics.PIECE"}
-STAYED = {"cli"}
-
-
-def misplaced() -> list[str]:
-    "What was public and is not where the table says, or is where it was, too."
-    listed = []
-    for old, table in MOVED.items():
-        for place, names in table.items():
-            public = importlib.import_module(f"altgrad.{place}").__all__
-            listed += [f"{place} lacks {name}" for name in names.split() if name not in public]
-        if old in STAYED: continue
-        # a folder may have the old module's name, and hands on nothing
-        try: former = vars(importlib.import_module(f"altgrad.{old}"))
-        except ModuleNotFoundError: continue
-        moved = " ".join(table.values()).split()
-        listed += [f"{old} has {name}" for name in moved if name in former]
-    return listed
-
-
-def test_what_was_public_is_where_the_table_says_and_nowhere_else(monkeypatch):
-    assert misplaced() == []
-    monkeypatch.setitem(MOVED, "basics", {"cli": "main no_such", "basics": "COLORS"})
-    assert misplaced() == ["cli lacks no_such", "basics has COLORS"]
-
-
-def test_what_is_gone_is_gone():
-    for path in GONE:
-        module, _, name = path.partition(".")
-        assert not any(name in names.split() for names in MOVED[module].values())

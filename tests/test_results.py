@@ -34,10 +34,10 @@ def test_a_stored_comparison_names_its_circumstances(path):
 
 
 def commits() -> dict[str, set[str]]:
-    "The commits that the files of results name; those submitted to the leaderboard are others'."
+    "The commits that the files of results name."
     found = {
         str(p): set(re.findall(r'commit": ?(?:"([0-9a-f]+\+?)"|null)', p.read_text(encoding="utf-8")))
-        for end in ("json", "jsonl") for p in (NBS / "results").rglob(f"*.{end}") if p.parent.name != "bench"
+        for end in ("json", "jsonl") for p in (NBS / "results").rglob(f"*.{end}")
     }
     tables = {str(p): pq.read_table(p) for p in (NBS / "results").rglob("*.parquet")}
     return found | {
