@@ -487,9 +487,10 @@ _MUTE = ("annotation", "returns", "type_params", "type_comment", "kind",
 
 # %% ../../nbs/evidence/00_instrument.ipynb #482d0592
 def _says_nothing(node: Any) -> bool:
-    """Return whether a statement cannot change a number: a docstring, an import from the package,
-    an error, or a check that only raises one."""
+    """Return whether a statement cannot change a number: a docstring, the list of public names, an import
+    from the package, an error, or a check that only raises one."""
     if isinstance(node, ast.Expr): return isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.Assign): return [getattr(t, "id", "") for t in node.targets] == ["__all__"]
     if isinstance(node, ast.If):
         return not node.orelse and all(isinstance(s, ast.Raise) for s in node.body)
     return isinstance(node, ast.Raise) or isinstance(node, ast.ImportFrom) and node.level > 0

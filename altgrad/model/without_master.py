@@ -27,7 +27,7 @@ from ..geometry.rivals.lion import Lion
 from ..geometry.rivals.moments import (MOMENTS, SIGNED, SMALLEST, begin_anew, is_packed, moments_of,
                                              pack_moment, refuse_state, unpack_moment, with_moments)
 from ..geometry.storage import (GridTensor, check_parts, encode, grown_scales, kept_finite,
-                                      make_grid_tensor)
+                                      make_grid_tensor, staying)
 from .parallel import world
 from .surgery import SKIP, globs_of
 from ..numbers.blocks import grown
@@ -339,7 +339,7 @@ def _move_in_pieces(
     grid, held = isinstance(p, GridTensor), _Moments(state.get(p, {}), p, moments)
     rows: list[tuple[int, int]] = _rows(p, held.block, _elements(optimizer.whole, p.device))
     kept: dict[str, Any] = {}
-    stays: list[Tensor | None] = []  # of each piece, what is not finite
+    stays: list[Tensor | None] = []  # of each piece, which codes stay
     new = p.grad if optimizer.releases_gradients or not grid else torch.empty_like(p.grad)
     for a, b in rows:
         before = _piece(p, a, b).latent() if grid else p.detach()[a:b]
@@ -349,8 +349,8 @@ def _move_in_pieces(
         if begin_anew(moments_of(mine[piece], piece)): optimizer.began_anew = True
         if grid:
             given = piece.detach()
-            new[a:b] = found = kept_finite(given, before, p.how)
-            stays.append(None if found is given or p.residual is None else ~given.isfinite())
+            new[a:b] = values = kept_finite(given, before, p.how)
+            stays.append(staying(p, given, values, before))
         held.keep(mine[piece], kept, a, b)
     if kept: state[p] = kept
     if grid: _write_in_pieces(p, new, rows, stays)
@@ -359,21 +359,22 @@ def _move_in_pieces(
 def _write_in_pieces(
     p: GridTensor, w: Tensor, rows: list[tuple[int, int]], stays: list[Tensor | None]
 ) -> None:
-    "`write`, for finite values, some rows at a time; `stays` says of each piece which were not finite before."
+    "`write`, for finite values, some rows at a time; `stays` says of each piece which codes stay."
     key: Any = rounding_key(p.how["seed"], int(p.writes), p.how["tensor"])
+    def moving(values: Tensor, there: Tensor | None) -> Tensor:
+        return values if there is None else torch.where(there, 0, values)
     whole, more = p.granularity == "tensor", torch.zeros((), dtype=torch.bool, device=w.device)
     scales = p.scales()
     if whole:
-        low, high = w.aminmax()
-        scales = {"scale": grown(torch.maximum(-low, high), p.held_scale, p.fmt)}
+        largest = [moving(w[a:b], there).abs().amax() for (a, b), there in zip(rows, stays)]
+        scales = {"scale": grown(torch.stack(largest).amax(), p.held_scale, p.fmt)}
         more = scales["scale"] > p.held_scale
     for (a, b), there in zip(rows, stays):
         piece, values = _piece(p, a, b), w[a:b]
         mine = _shifted(key, a * (w.numel() // len(w)))
         before = piece.latent()
         if not whole:
-            grows = values if there is None else torch.where(there, 0, values)
-            scales = grown_scales(piece, grows, piece.scale, mine)
+            scales = grown_scales(piece, moving(values, there), piece.scale, mine)
         codes = encode(piece, values, before, scales, mine, there)
         if not whole: more |= (scales["scale"] != piece.held_scale).any()
         piece.hold(codes, {} if whole else scales)
