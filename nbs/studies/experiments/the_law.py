@@ -3,8 +3,8 @@ the arms that advice rests on.
 
 python nbs/studies/experiments/the_law.py --out FOLDER [--part NAME,...] [--workers N]
 
-Rows go to FOLDER/formats/ledger.jsonl and FOLDER/scratch/ledger.jsonl; the command resumes where it was
-stopped. `python .ci/ledger.py FOLDER/PLACE/ledger.jsonl nbs/results/law` stores them. The predictions are
+Rows go to FOLDER/formats, FOLDER/levels and FOLDER/scratch, each a ledger.jsonl; the command resumes where it
+was stopped. `python .ci/ledger.py FOLDER/PLACE/ledger.jsonl nbs/results/law` stores them. The predictions are
 part 8 of nbs/studies/protocol_2.ipynb.
 """
 import argparse
@@ -23,23 +23,34 @@ from altgrad.geometry.catalogue import RULES
 
 sys.path.append(str(Path(__file__).parent))
 import sizes
-from loss_against_bits import METHODS
+from loss_against_bits import METHODS, PANELS
 
 RELATIVE = ("E5M0b15", "E4M1b7", "E3M0b3", "E3M2b3")  # formats whose spacing is relative
 NEW = (*RELATIVE, "E2M3b1")
 GRID = "grid_stochastic"
-LAW = replace(PROTOCOLS["bench-1"], name="law-formats", compiled=False)
+BENCH = PROTOCOLS["bench-1"]
+LEVELS = {  # a remainder whose levels lie inside the spacing, with AdamW and with ECO
+    f"{name}midrise {bits}": {"rule": rule, "storage": f"grid_midrise{bits}"}
+    for bits in (2, 4) for name, rule in (("", "adamw"), ("ECO, ", "eco"))}
+FINE_TUNED = "E4M3", "E5M2", "E7M0", "MXFP4", "NVFP4"  # panels of the study of loss against bits
 
 
 def format_arms() -> dict[str, Arm]:
     "AdamW and S^-1 under stochastic rounding in each new format, and both in FP32."
-    usual: dict[str, Any] = {"rule": "stiffness_adamw", "checkpoint": LAW.tune[0]}
+    usual: dict[str, Any] = {"rule": "stiffness_adamw", "checkpoint": BENCH.tune[0]}
     arms = {"FP32 AdamW": Arm(storage="fp32", power=0.0, **usual)}
     for fmt in NEW:
         arms[f"{fmt} AdamW"] = Arm(format=fmt, storage=GRID, power=0.0, **usual)
         arms[f"{fmt} S^-1"] = Arm(format=fmt, storage=GRID, power=-1.0, **usual)
         arms[f"{fmt} S^-1 in FP32"] = Arm(format=fmt, storage="fp32", power=-1.0, **usual)
     return arms
+
+
+def level_arms() -> dict[str, Arm]:
+    "Remainders with levels inside the spacing; what they are compared with is stored by the other study."
+    usual: dict[str, Any] = {"checkpoint": BENCH.tune[0]}
+    return {f"{panel} {way}": Arm(**usual | PANELS[panel] | settings)
+            for panel, (way, settings) in product(FINE_TUNED, LEVELS.items())}
 
 
 def twin(fmt: str, power: float) -> dict[str, Any]:
@@ -52,8 +63,11 @@ MORE_TWINS = {"E5M2 S^-0.5 in FP32": twin("E5M2", -0.5), "E7M0 S^-0.5 in FP32": 
 WAYS = ("ECO stochastic", "ECO, residual 4", "Muon", "Muon, residual 4, 8-bit moments", "Muon, master")
 ADVICE = {"FP32 Muon": {"rule": "muon", "storage": "fp32"}} | {
     f"{fmt} {way}": {"format": fmt} | METHODS[way] for way, fmt in product(WAYS, sizes.FORMATS)}
+INSIDE = {f"{fmt} {way}": {"format": fmt} | settings
+          for fmt, (way, settings) in product(sizes.FORMATS, LEVELS.items())}
+LONG = {f"{fmt} midrise 8": {"format": fmt, "storage": "grid_midrise8"} for fmt in ("E4M3", "E7M0")}
 SCRATCH = {name: Arm(**{"rule": "adamw", "checkpoint": "scratch-0.1m-0", "lr": 0.0} | settings)
-           for name, settings in (TWINS | MORE_TWINS | ADVICE).items()}
+           for name, settings in (TWINS | MORE_TWINS | ADVICE | INSIDE | LONG).items()}
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ def place(part: str, arms: Iterable[str], tuned: str = "law-tune-0.4m") -> Place
 
 
 FULL = (*TWINS, *MORE_TWINS)
-TUNINGS = "law-tune", "law-tune-0.4m"
+TUNINGS = "law-tune", "law-tune-0.4m", "levels-tune-0.4m"
 PLACES = {  # in the order of the runs
     "law-tune": place("tune", FULL),
     "law-0.1m": place("0.1m", FULL, "law-tune"),
@@ -86,8 +100,13 @@ PLACES = {  # in the order of the runs
     "law-1.6m": place("1.6m", TWINS),
     "law-4800": place("4800", TWINS),
     "law-6.4m": place("6.4m", TWINS),
+    "levels-tune-0.4m": place("tune-0.4m", (*INSIDE, *LONG)),
+    "levels-0.4m": place("0.4m", (*INSIDE, *LONG), "levels-tune-0.4m"),
+    "levels-4800": place("4800", ("E4M3 midrise 4", "E7M0 midrise 4", *LONG), "levels-tune-0.4m"),
+    "levels-6.4m": place("6.4m", ("E4M3 midrise 4", "E7M0 midrise 4"), "levels-tune-0.4m"),
 }
-PARTS = ("formats", *PLACES)
+TRIALS = {"formats": format_arms, "levels": level_arms}
+PARTS = (*TRIALS, *PLACES)
 
 
 def tuned_rates(rows: Iterable[Mapping[str, Any]], name: str) -> dict[str, sizes.Tuned]:
@@ -123,7 +142,7 @@ class Confirmed(Sweep):
 
 def sweep_of(name: str, out: Path) -> Sweep:
     "The runs of a part; InputError before its rates are tuned."
-    if name == "formats": return Trial(format_arms(), out / name, LAW)
+    if name in TRIALS: return Trial(TRIALS[name](), out / name, replace(BENCH, name=f"law-{name}", compiled=False))
     out = out / "scratch"
     bench = sizes.bench_of(PLACES[name], out)
     if name in TUNINGS: return Sweep(PLACES[name].matrix(name), out, bench)
