@@ -8,5 +8,6 @@ import pytest
 def all_slow_but(count: int, cases: Sequence[Any]) -> list[Any]:
     "Cases of which so many, evenly spread, belong to `make test`."
     quick = {place * len(cases) // count for place in range(count)}
-    return [case if place in quick else pytest.param(case, marks=pytest.mark.slow)
-            for place, case in enumerate(cases)]
+    def marked(case: Any) -> Any:
+        return pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow)
+    return [case if place in quick else marked(case) for place, case in enumerate(cases)]

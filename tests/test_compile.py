@@ -63,6 +63,7 @@ def test_the_record_says_how_it_was_rounded(run):
 def events(rows): return [e for row in rows for e in row.get("events", ())]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     OLD_TORCH,
     reason="torch 2.8 does not compile the hooks that round gradients; the run says so and goes on "
@@ -216,6 +217,7 @@ def compiled_code(size, random_bits):
     return "".join(code)
 
 
+@pytest.mark.slow
 def test_few_random_bits_are_a_number_of_the_compiled_code():
     "As a number that varies they were a power in float64, which does not compile for a GPU."
     torch._dynamo.reset()
@@ -260,6 +262,7 @@ def test_the_kernel_of_a_small_tensor_is_not_found_on_disk_for_a_large_one(tmp_p
     assert found(2 * large, 8192) == ["0 1", "0 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, shape, scale", [
     ("E4M3", (8192,), None), ("E4M3", (8200,), 0.37), ("E4M3", (3, 4096), 0.37), ("E7M0", (30, 16), None),
     ("E7M0", (8192,), 0.37), ("E7M0", (kernels.LARGE,), None),

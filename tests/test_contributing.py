@@ -178,6 +178,7 @@ def test_the_command_line_knows_it(tree):
     assert "E4M3b9fn" in shown and "112" in shown
 
 
+@pytest.mark.slow
 def test_the_notebook_of_the_formats_still_passes(tree):
     run(
         tree, "-c",

@@ -133,6 +133,7 @@ def test_losses_and_gradients_are_those_of_one_process(one, two):
     assert one[1].record()["processes"] == 1 and two[1].record()["processes"] == 2
 
 
+@pytest.mark.slow
 def test_labels_are_scored_over_both_processes(place):
     rows = [
         {
@@ -206,6 +207,7 @@ def test_no_thread_of_the_group_is_left_when_the_interpreter_ends(two):
     ), two[0].stdout
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other_and_one_alone_goes_on(place, one):
     done, run = train(place, "lost", 2, DIES="1 at 4")
     reason = run.record()["exit_reason"]

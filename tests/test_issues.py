@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from marks import all_slow_but
+
 FOLDER = Path(__file__).resolve().parent.parent / "nbs/studies/issues"
 DRAFTS = sorted(FOLDER.glob("*.md"))
 
@@ -36,7 +38,7 @@ def test_a_draft_says_to_whom_it_goes_and_is_short(path):
     assert len(parts(path)[2].splitlines()) <= 5
 
 
-@pytest.mark.parametrize("path", DRAFTS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", all_slow_but(2, DRAFTS), ids=lambda p: p.stem)
 def test_a_reproducer_shows_the_fault(path):
     package, version, code, said = parts(path)
     try: installed = importlib.metadata.version(package)

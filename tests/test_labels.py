@@ -64,6 +64,7 @@ def small(made, monkeypatch):
     return made[1:]
 
 
+@pytest.mark.slow
 def test_the_acts_keep_their_labels_and_their_order(small):
     corpus, _ = small
     assert set(corpus.labels) == {"dairy", "metal"} and len(corpus.bounds["train"]) == 30
@@ -117,6 +118,7 @@ def test_weights_of_another_model_are_refused(made, small, change, said):
     with pytest.raises(InputError, match=said): labels.make_run("FP32", 1e-3, 0, corpus, data, 1, weights)
 
 
+@pytest.mark.slow
 def test_two_workers_make_the_runs_of_one(made, small, tmp_path, monkeypatch):
     monkeypatch.setattr(labels, "get_context", lambda _: multiprocessing.get_context("fork"))  # short runs there, too
     corpus, data = small
@@ -158,6 +160,7 @@ def test_what_is_stored_is_what_was_made(made, small):
     assert stored.prior["labels"] in (1, 2)
 
 
+@pytest.mark.slow
 def test_a_gap_over_acts_is_of_pooled_scores_and_of_acts_drawn_anew():
     rng, acts, seeds = np.random.default_rng(0), 60, 2
     targets = rng.random((acts, 4)) < 0.3

@@ -10,6 +10,7 @@ from altgrad.evidence.bench import PROTOCOLS
 from altgrad.geometry.optim import StiffnessAdamW
 from altgrad.geometry.storage import make_grid_tensor
 
+from marks import all_slow_but
 from tiny import load_experiment
 
 narrow = load_experiment("narrow_formats")
@@ -28,10 +29,10 @@ def steps_of(w, fmt, powers):
     return found
 
 
-@pytest.mark.parametrize("fmt, shared, power", [
+@pytest.mark.parametrize("fmt, shared, power", all_slow_but(2, [
     ("E4M3", "tensor", 0.0), ("E7M0", "tensor", 0.0), ("E2M1b1", "32", 0.0), ("E3M0b3", "16", 0.0),
     ("E1M2b1", "tensor", 0.0), ("E5M2", "tensor", -0.5), ("E5M2", "tensor", 0.5), ("E2M1b1", "tensor", -0.5),
-])
+]))
 def test_noise_is_the_variance_of_writes(fmt, shared, power):
     g = torch.Generator().manual_seed(0)
     w = torch.randn(8, 64, generator=g)

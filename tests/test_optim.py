@@ -580,6 +580,7 @@ print(all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*f
 """
 
 
+@pytest.mark.slow
 def test_numbers_that_are_flushed_to_zero_are_torchs(with_loops):
     done = subprocess.run([sys.executable, "-c", FLUSHED], capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr[-1500:]

@@ -62,6 +62,7 @@ def losses(rows, key, rule, power=None):
     return {(r["checkpoint"], r["seed"]): r["val_loss"] for r in mine if r["stage"] == "confirm" and r["lr"] == best}
 
 
+@pytest.mark.slow
 def test_gains_are_means_over_pairs_of_rows():
     "Of some arms, from the rows alone."
     rows = [r for r in read_ledger(HERE / "nbs/results/ledger") if r["tier"] <= 4 and not r["error"]]
@@ -101,6 +102,7 @@ def straight(points):
     return y - slope * x, slope
 
 
+@pytest.mark.slow
 def test_the_line_of_powers_has_the_runs_that_count_and_no_arm_twice():
     arms = arms_of_powers()
     line = program.line_of_powers(program.stored(), program.retuned())

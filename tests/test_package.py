@@ -100,6 +100,7 @@ def reader(dist, tmp_path_factory):
     return installed(dist, tmp_path_factory.mktemp("reader"), sorted(absent))
 
 
+@pytest.mark.slow
 def test_twine_accepts_both(dist):
     assert "FAILED" not in run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir())
 
@@ -133,6 +134,7 @@ def test_it_is_the_wheel_that_runs_and_no_development_package_exists(user):
         user("python", "-c", "import pytest")
 
 
+@pytest.mark.slow
 def test_the_command_line_and_the_packaged_configs(user):
     assert "train" in user("altgrad", "--help")
     assert re.search(r"max +57344", user("altgrad", "formats", "E5M2"))
@@ -142,6 +144,7 @@ def test_the_command_line_and_the_packaged_configs(user):
     )
 
 
+@pytest.mark.slow
 def test_the_demo(user):
     settings = [word for change in SMALL for word in ("--set", change)]
     assert "no gap is shown" in user(
@@ -166,6 +169,7 @@ print(row["steps"], *row["sources"].values())
 """
 
 
+@pytest.mark.slow
 def test_the_bench_brings_its_text_and_checkpoints(user):
     said = user("python", "-c", ONE_RUN)
     assert said.startswith("200 ") and RULE in said

@@ -454,6 +454,7 @@ assert os.waitpid(child, 0)[1] == 0
     assert not done.returncode, done.stderr[-1500:]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_compiler_that_changes_values_is_found_out(tmp_path):
     code = """
@@ -511,6 +512,7 @@ def test_unregistered_format_travels_through_the_operator():
     )
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_auto_builds_after_many_in_the_background_and_keeps_the_library(quick):
     code = """

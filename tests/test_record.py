@@ -1443,6 +1443,7 @@ print("fine", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_refused_once_and_trains_on(tmp_path):
     (tmp_path / "sharded.py").write_text(SHARDED, encoding="utf-8")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -388,6 +388,7 @@ def test_a_nan_that_becomes_a_number_is_seen_in_products():
     assert not judge(lost, "E4M3", signature="x, scale -> q * scale").conforms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", ["E8M0", "bfloat16"])
 def test_a_product_beyond_float32_is_held_against_nobody(fmt):
     def right(x, scale): return fake_quantize(x, fmt, scale)
@@ -440,6 +441,7 @@ def test_a_function_that_hangs_or_dies_is_said(foreign, monkeypatch):
         judge_apart(partial(use_function, "mine.py:dies"), "f", format="E4M3")
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_is_gone_with_its_judge(tmp_path):
     script, pids = tmp_path / "hangs.py", tmp_path / "pids"
     script.write_text("import os, pathlib, sys, time\nos.fork()\n"

@@ -177,6 +177,7 @@ def few_graphs():
     with torch._dynamo.config.patch(recompile_limit=8): yield
 
 
+@pytest.mark.slow
 def test_compiling_never_falls_back_to_eager_silently(here, monkeypatch, few_graphs):
     """Dynamo without a code generator: what it captures,
     and what it would leave out, does not depend on that."""

@@ -312,6 +312,7 @@ def test_a_line_that_bends_is_counted_as_a_miss():
 
 # --- the command
 
+@pytest.mark.slow
 def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text(TEXT)
     texts = dict.fromkeys(("eurlex", "tiny"), f"path:{tmp_path / 'text.txt'}")

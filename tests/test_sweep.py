@@ -103,6 +103,7 @@ def test_killed_sweep_goes_on(here, whole, capsys):
     assert "test: 5 arms, 20 runs in the ledger; stage done: 0 runs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_parent(here):
     process = subprocess.Popen(command(here, "orphans"), stderr=subprocess.DEVNULL)
     until(lambda: has_content(here / "orphans/ledger.jsonl"), lambda: process.poll() is None)
@@ -126,6 +127,7 @@ def die(arm: Arm) -> dict:
     return {"error": "ValueError: no"} if arm.seed == 2 else {"error": None, "val_loss": 1.0}
 
 
+@pytest.mark.slow
 def test_a_dying_worker_costs_one_run(here):
     jobs = [Job(Arm(seed=s), "tune") for s in range(6)]
     with Workers(2, (here, {}, TASK, None)) as workers:

@@ -84,6 +84,7 @@ WHY = ("dense float32 .or half. tensor, not torch.float64", "dense float tensor,
        "with elements")
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("interpret", (True, False))
 def test_what_they_cannot_do_is_refused_in_one_line(interpret):
@@ -96,6 +97,7 @@ def test_what_they_cannot_do_is_refused_in_one_line(interpret):
         for line, why in zip(lines, WHY): assert re.search(why, line), line
 
 
+@pytest.mark.slow
 def test_without_triton_the_module_imports_and_says_what_is_missing():
     code = ("import sys; sys.modules['triton'] = None\n" + REFUSED.split("calls")[0]
             + "for call in (lambda: triton_blocks(x, 'E4M3'), lambda: set_path('triton')):\n"
@@ -178,6 +180,7 @@ def test_a_thread_reads_vectors_only_where_the_length_is_a_multiple_of_16(tmp_pa
     assert done.stdout.split() == ["0", "8", "2", "0"], done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @needs_triton
 def test_what_a_gpu_would_run_fuses_and_flushes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -273,6 +276,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 @needs_triton
 def test_triton_is_a_path(monkeypatch):
     monkeypatch.setenv("ALTGRAD_PATH", "triton")
