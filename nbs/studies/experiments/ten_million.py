@@ -39,6 +39,10 @@ SINGLE = (
     "ten_million/e3m4_fp8", "ten_million/e4m3_fp8:storage=grid_nearest", "ten_million/e7m0_fp8:storage=grid_nearest",
     "ten_million/e4m3_fp8:storage=grid_residual4,moments=dynamic8",
 )
+HALVED = (  # is what looks like a gain of noise a rate too high for master weights? part 8 of the second protocol
+    "ten_million/e7m0_fp8:name=ten_million_e7m0_fp8_half_rate,lr=0.0005",
+    "ten_million/e7m0_fp8:name=ten_million_e7m0_fp8_grid_stochastic_half_rate,storage=grid_stochastic,lr=0.0005",
+)
 DENSE, SPARSE = 1, 20  # steps between stored numbers
 KEPT = {  # what is stored of single layers, and how often; and of all of them together
     "shadow/cosine": DENSE, "gradients/l2": SPARSE, "gradients/snr": SPARSE,
@@ -57,7 +61,7 @@ def configs(specs: Iterable[str], data: str) -> list[TrainConfig]:
 def planned(data: str) -> dict[str, TrainConfig]:
     "All runs by name, in the order in which they are made."
     seeded = chain.from_iterable(with_seeds(configs(SEEDED, data), seeds=3))
-    return {c.name.removeprefix("ten_million_"): c for c in (*seeded, *configs(SINGLE, data))}
+    return {c.name.removeprefix("ten_million_"): c for c in (*seeded, *configs(SINGLE + HALVED, data))}
 
 
 def chosen(arms: str | None, data: str, stored: Iterable[str]) -> list[TrainConfig]:
