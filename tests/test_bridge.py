@@ -76,7 +76,7 @@ def test_an_update_reads_as_much_in_every_setting(bench, monkeypatch):
         return loss_of(model, x, y)
     loss_of = bridge.loss_of
     monkeypatch.setattr(bridge, "loss_of", seen)
-    for name in ("sizes", "all"): bridge.train(bridge.SETTINGS[name], "master", bridge.SEEDS[0], bench)
+    for name in ("sizes", "all"): bridge.make_run((name, "master", bridge.SEEDS[0]), bench)
     assert shapes == {"sizes": (512, 64), "all": (512, 256)}
 
 

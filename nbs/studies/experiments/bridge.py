@@ -144,10 +144,10 @@ def rest_rule(setting: Setting, rate: float, rest: list[nn.Parameter], task: Tas
     return torch.optim.AdamW(groups, betas=(task.beta1, task.beta2), eps=task.eps, foreach=False)
 
 
-def train(setting: Setting, arm: str, seed: int, bench: Bench) -> tuple[GPT, list[float]]:
+def train(setting: Setting, run: Arm, rest_lr: float, bench: Bench) -> tuple[GPT, list[float]]:
     "The model after its updates, and the loss of each batch, to the first that is not finite."
-    run, task, losses = planned(setting, arm, seed), bench.task, []
-    model, rest_lr = first_model(setting, seed), rates(setting, arm)[1]
+    task, losses, seed = bench.task, [], run.seed
+    model = first_model(setting, seed)
     weights = Weights(model, run)
     rule, rest = make_rule(run, weights.stored, task), rest_rule(setting, rest_lr, weights.rest, task)
     tokens, both = bench.corpus(run.corpus).train, weights.used + weights.rest
@@ -187,7 +187,7 @@ def make_run(run: Run, bench: Bench | None = None, commit: str | None = None) ->
     "The row of a run; a loss that is not finite counts as that of a model that knows nothing."
     (name, arm, seed), began, bench = run, time.perf_counter(), bench or bench_of()
     setting, plan = SETTINGS[name], planned(SETTINGS[name], arm, seed)
-    model, losses = train(setting, arm, seed, bench)
+    model, losses = train(setting, plan, rates(setting, arm)[1], bench)
     loss = validate(model, plan, bench)
     ended = math.isfinite(losses[-1]) and math.isfinite(loss)
     return {
