@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Iterable, Mapping
@@ -20,14 +21,19 @@ from altgrad.evidence.bench import PROTOCOLS, Trial
 from altgrad.evidence.instrument import Arm, Bench
 from altgrad.evidence.sweep import Job, Ledger, Matrix, Plan, Sweep, loss_of_row, tuning
 from altgrad.geometry.catalogue import RULES
+from altgrad.training.experiment import Interval, interval
 
 sys.path.append(str(Path(__file__).parent))
 import sizes
 from loss_against_bits import METHODS, PANELS
+from other_reasons import MARGIN, Claim, Losses, Part, gap
 
 RELATIVE = ("E5M0b15", "E4M1b7", "E3M0b3", "E3M2b3")  # formats whose spacing is relative
 NEW = (*RELATIVE, "E2M3b1")
-GRID = "grid_stochastic"
+SHARE, FEW = 0.425, 0.15  # of the cost that S^-1 takes back: in formats of relative spacing, and at most in others
+SAID = {"E5M0b15": 0.037, "E4M1b7": 0.002, "E3M0b3": 0.05, "E3M2b3": -0.013, "E2M3b1": 0.0}  # gains of S^-1, nats
+SIZE_MARGIN = 0.015  # nats
+STORED = "master", "residual"  # arms of the study of loss against bits, which are not made again
 BENCH = PROTOCOLS["bench-1"]
 LEVELS = {  # a remainder whose levels lie inside the spacing, with AdamW and with ECO
     f"{name}midrise {bits}": {"rule": rule, "storage": f"grid_midrise{bits}"}
@@ -35,27 +41,70 @@ LEVELS = {  # a remainder whose levels lie inside the spacing, with AdamW and wi
 FINE_TUNED = "E4M3", "E5M2", "E7M0", "MXFP4", "NVFP4"  # panels of the study of loss against bits
 
 
-def format_arms() -> dict[str, Arm]:
+def bent(power: float) -> dict[str, Any]:
+    "The settings of S^p; of AdamW at power 0."
+    return {"rule": "stiffness_adamw", "power": power}
+
+
+def excess(losses: Losses, fmt: str, share: float) -> Interval:
+    "The gain of S^-1, minus its gain in FP32, minus a share of the cost of stochastic rounding; nats."
+    names = (f"{fmt} AdamW", f"{fmt} S^-1", "FP32 AdamW", f"{fmt} S^-1 in FP32")
+    rows = zip(*(losses[name] for name in names), strict=True)
+    return interval(plain - rule - (plain32 - rule32) - share * (plain - plain32)
+                    for plain, rule, plain32, rule32 in rows)
+
+
+def gain(losses: Losses, fmt: str) -> Interval:
+    "How far S^-1 ends below AdamW, both under stochastic rounding; nats."
+    return gap(losses, f"{fmt} AdamW", f"{fmt} S^-1")
+
+
+def format_claims() -> list[Claim]:
+    "Predictions 1 to 4."
+    law = [Claim(f"{fmt}: the law holds within 0.01 nats", partial(excess, fmt=fmt, share=SHARE),
+                 lambda d: d.within(-MARGIN, MARGIN)) for fmt in RELATIVE]
+    sizes_ = [Claim(f"{fmt}: S^-1 gains {said:+.3f}, within {SIZE_MARGIN} nats", partial(gain, fmt=fmt),
+                    lambda d, said=said: d.within(said - SIZE_MARGIN, said + SIZE_MARGIN))
+              for fmt, said in SAID.items()]
+    wins = [Claim(f"{fmt}: S^-1 gains", partial(gain, fmt=fmt), lambda d: d.within(0.0))
+            for fmt in ("E5M0b15", "E3M0b3")]
+    loses = Claim("E3M2b3: S^-1 loses", partial(gain, fmt="E3M2b3"), lambda d: d.within(most=0.0))
+    few = Claim("E2M3b1: S^-1 takes back at most 0.15 of the cost", partial(excess, fmt="E2M3b1", share=FEW),
+                lambda d: d.within(most=0.0))
+    return [*law, *sizes_, *wins, loses, few]
+
+
+def format_part() -> Part:
     "AdamW and S^-1 under stochastic rounding in each new format, and both in FP32."
-    usual: dict[str, Any] = {"rule": "stiffness_adamw", "checkpoint": BENCH.tune[0]}
-    arms = {"FP32 AdamW": Arm(storage="fp32", power=0.0, **usual)}
+    arms = {"FP32 AdamW": {"storage": "fp32"} | bent(0.0)}
     for fmt in NEW:
-        arms[f"{fmt} AdamW"] = Arm(format=fmt, storage=GRID, power=0.0, **usual)
-        arms[f"{fmt} S^-1"] = Arm(format=fmt, storage=GRID, power=-1.0, **usual)
-        arms[f"{fmt} S^-1 in FP32"] = Arm(format=fmt, storage="fp32", power=-1.0, **usual)
-    return arms
+        arms[f"{fmt} AdamW"] = {"format": fmt} | bent(0.0)
+        arms[f"{fmt} S^-1"] = {"format": fmt} | bent(-1.0)
+        arms[f"{fmt} S^-1 in FP32"] = {"format": fmt, "storage": "fp32"} | bent(-1.0)
+    return Part(arms, format_claims())
 
 
-def level_arms() -> dict[str, Arm]:
-    "Remainders with levels inside the spacing; what they are compared with is stored by the other study."
-    usual: dict[str, Any] = {"checkpoint": BENCH.tune[0]}
-    return {f"{panel} {way}": Arm(**usual | PANELS[panel] | settings)
-            for panel, (way, settings) in product(FINE_TUNED, LEVELS.items())}
+def level_part() -> Part:
+    "Remainders with levels inside the spacing, beside the stored arms of the study of loss against bits."
+    ways = {way: METHODS[way] for way in ("master", "residual 2", "residual 4")} | LEVELS
+    arms = {f"{panel} {way}": PANELS[panel] | settings
+            for panel, (way, settings) in product(FINE_TUNED, ways.items())}
+    return Part(arms, level_claims())
+
+
+def level_claims() -> list[Claim]:
+    "Predictions 10 to 12."
+    def above(panel: str, way: str, other: str, most: float) -> Claim:
+        text = f"{panel}: {way} ends at most {most:g} nats above {other}"
+        return Claim(text, partial(gap, arm=f"{panel} {way}", other=f"{panel} {other}"), lambda d: d.within(most=most))
+    return [*(above(panel, "midrise 2", "residual 2", -MARGIN) for panel in FINE_TUNED[1:]),
+            *(above(panel, "midrise 4", "residual 4", MARGIN / 2) for panel in FINE_TUNED),
+            *(above(panel, "midrise 4", "master", MARGIN) for panel in FINE_TUNED)]
 
 
 def twin(fmt: str, power: float) -> dict[str, Any]:
     "S^p of a format on weights that stay in FP32."
-    return {"format": fmt, "storage": "fp32", "rule": "stiffness_adamw", "power": power}
+    return {"format": fmt, "storage": "fp32"} | bent(power)
 
 
 TWINS = {"E4M3 S^0.5 in FP32": twin("E4M3", 0.5), "E7M0 S^-1 in FP32": twin("E7M0", -1.0)}
@@ -105,7 +154,7 @@ PLACES = {  # in the order of the runs
     "levels-4800": place("4800", ("E4M3 midrise 4", "E7M0 midrise 4", *LONG), "levels-tune-0.4m"),
     "levels-6.4m": place("6.4m", ("E4M3 midrise 4", "E7M0 midrise 4"), "levels-tune-0.4m"),
 }
-TRIALS = {"formats": format_arms, "levels": level_arms}
+TRIALS = {"formats": format_part, "levels": level_part}
 PARTS = (*TRIALS, *PLACES)
 
 
@@ -142,7 +191,10 @@ class Confirmed(Sweep):
 
 def sweep_of(name: str, out: Path) -> Sweep:
     "The runs of a part; InputError before its rates are tuned."
-    if name in TRIALS: return Trial(TRIALS[name](), out / name, replace(BENCH, name=f"law-{name}", compiled=False))
+    if name in TRIALS:
+        arms = TRIALS[name]().made()
+        new = {arm: arms[arm] for arm in arms if not any(word in arm for word in STORED)}
+        return Trial(new, out / name, replace(BENCH, name=f"law-{name}", compiled=False))
     out = out / "scratch"
     bench = sizes.bench_of(PLACES[name], out)
     if name in TUNINGS: return Sweep(PLACES[name].matrix(name), out, bench)
