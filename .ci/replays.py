@@ -34,7 +34,7 @@ LIMITS = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"  # what makes a CPU compute
 NUDGES = 2.0**-19, -(2.0**-19)  # relative: eight to sixteen units in float32's last place
 WITH_TEXTS = "ledger", "ledger/amended"  # texts and checkpoints lie beside them
 SIZES, MOST = "sizes", 120  # from first weights, which any machine can make; seconds of a run
-OF_BENCH = "bits", "narrow", *(f"reasons/{p.name}" for p in sorted(RESULTS.glob("reasons/*")))
+OF_BENCH = "bits", "narrow", "law", *(f"reasons/{p.name}" for p in sorted(RESULTS.glob("reasons/*")))
 
 
 Placed = tuple[str, dict[str, Any]]  # the folder that a row lies in, and the row

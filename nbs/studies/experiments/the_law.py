@@ -14,24 +14,35 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Iterable, Mapping
+from statistics import fmean
+from typing import Any, Iterable, Mapping, NamedTuple
 
-from altgrad.basics import InputError
+import pandas as pd
+import torch
+
+from altgrad.basics import INK, InputError
 from altgrad.evidence.bench import PROTOCOLS, Trial
 from altgrad.evidence.instrument import Arm, Bench
 from altgrad.evidence.sweep import Job, Ledger, Matrix, Plan, Sweep, loss_of_row, tuning
 from altgrad.geometry.catalogue import RULES
+from altgrad.geometry.spacing import stiffness_floor
+from altgrad.numbers.formats import EIGHT_BIT, get_format, ulp
+from altgrad.numbers.quantize import fake_quantize
+from altgrad.numbers.scaling import scale_of
 from altgrad.training.experiment import Interval, interval
 
 sys.path.append(str(Path(__file__).parent))
 import sizes
 from loss_against_bits import METHODS, PANELS
-from other_reasons import MARGIN, Claim, Losses, Part, gap
+from other_reasons import GRID, MARGIN, Claim, Losses, Part, gap
 
+FITTED = ("E3M4", "E4M3", "E5M2", "E6M1", "E7M0")  # the formats that the share is of
 RELATIVE = ("E5M0b15", "E4M1b7", "E3M0b3", "E3M2b3")  # formats whose spacing is relative
 NEW = (*RELATIVE, "E2M3b1")
 SHARE, FEW = 0.425, 0.15  # of the cost that S^-1 takes back: in formats of relative spacing, and at most in others
 SAID = {"E5M0b15": 0.037, "E4M1b7": 0.002, "E3M0b3": 0.05, "E3M2b3": -0.013, "E2M3b1": 0.0}  # gains of S^-1, nats
+FLOOR = 8.0  # octaves, of every power
+SLOPE, INTERCEPT = 0.414, -0.028  # of the gain of S^-1 over the cost, fitted to eight bits before the new formats
 SIZE_MARGIN = 0.015  # nats
 STORED = "master", "residual"  # arms of the study of loss against bits, which are not made again
 BENCH = PROTOCOLS["bench-1"]
@@ -156,6 +167,102 @@ PLACES = {  # in the order of the runs
 }
 TRIALS = {"formats": format_part, "levels": level_part}
 PARTS = (*TRIALS, *PLACES)
+
+
+# what the page shows
+
+
+class Point(NamedTuple):
+    "A format in the figure of the law; nats."
+    format: str
+    cost: float  # of stochastic rounding, above AdamW in FP32
+    gain: float  # of S^-1 under stochastic rounding
+    in_fp32: float  # gain of S^-1 in FP32
+    seen: bool  # when the line was drawn
+
+    @property
+    def expected(self) -> float: return SHARE * self.cost + self.in_fp32
+
+
+def known_points() -> list[Point]:
+    "The formats of eight bits, to which the line was fitted: means over three checkpoints and eight seeds."
+    rows = pd.read_parquet(sizes.RESULTS / "ledger/tier1.parquet")
+    rows = rows[(rows.stage == "confirm") & rows.error.isna() & rows.power.isin([-1.0, 0.0])]
+    loss = rows.groupby(["format", "storage", "power"]).val_loss.mean()
+    formats = [fmt for fmt in EIGHT_BIT if (fmt, GRID, -1.0) in loss.index]
+    return [Point(fmt, loss[fmt, GRID, 0] - loss[fmt, "fp32", 0], loss[fmt, GRID, 0] - loss[fmt, GRID, -1],
+                  loss[fmt, "fp32", 0] - loss[fmt, "fp32", -1], True) for fmt in formats]
+
+
+def new_points(losses: Losses) -> list[Point]:
+    "The formats that the law had not seen: means over ten checkpoints."
+    mean = {arm: fmean(values) for arm, values in losses.items()}
+    return [Point(fmt, mean[f"{fmt} AdamW"] - mean["FP32 AdamW"], mean[f"{fmt} AdamW"] - mean[f"{fmt} S^-1"],
+                  mean["FP32 AdamW"] - mean[f"{fmt} S^-1 in FP32"], False) for fmt in NEW]
+
+
+def plot_law(points: Iterable[Point], ax: Any) -> None:
+    "Draw what S^-1 gains against what stochastic rounding costs AdamW, and the line of the protocol."
+    ax.axline((0, INTERCEPT), slope=SLOPE, color=INK, lw=1)
+    ax.axhline(0, color=INK, lw=0.5)
+    for p in points:
+        ax.plot(p.cost, p.gain, "o" if p.seen else "D", color=INK, mfc=INK if p.seen else "none", ms=5)
+        offset, side = ((6, -4), "left") if p.seen else ((-6, 3), "right")
+        name = p.format.partition("b")[0]
+        ax.annotate(name, (p.cost, p.gain), offset, textcoords="offset points", ha=side, va="center", fontsize=8)
+    ax.plot([], [], "o", color=INK, label="known before")
+    ax.plot([], [], "D", color=INK, mfc="none", label="run afterwards")
+    ax.legend(loc="upper left")
+    ax.set(xlabel="cost of stochastic rounding for AdamW, nats", ylabel="gain of $S^{-1}$, nats")
+
+
+def table(points: Iterable[Point], losses: Losses) -> str:
+    "A Markdown table: what was expected of each new format, and what came out."
+    columns = "format", "cost", "gain in FP32", "gain expected", "gain", "gain minus expected", "verdict"
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for p in points:
+        d = excess(losses, p.format, SHARE)
+        verdict = d.within(-MARGIN, MARGIN) if p.format in RELATIVE else "few spacings"
+        lines.append(f"| {p.format.partition('b')[0]} | {p.cost:.3f} | {p.in_fp32:+.3f} | {p.expected:+.3f} "
+                     f"| {p.gain:+.3f} | {d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}] | {verdict} |")
+    return "\n".join(lines)
+
+
+def share_in_weights(fmt: str, power: float, checkpoint: str = BENCH.confirm[0]) -> float:
+    """The share of the noise of steps of one size that S^p takes away at a checkpoint's block weights, negative where
+    it adds: the noise of a step is its length times the spacing, and S^p keeps the length of all steps together."""
+    plain, moved = 0.0, 0.0
+    state, _ = BENCH.bench().state(checkpoint)
+    for name, w in state.items():
+        if w.dim() != 2 or not name.startswith("blocks."): continue
+        scale = scale_of(w, fmt, "tensor")
+        q = fake_quantize(w, fmt, scale) / scale
+        spacing = ulp(get_format(fmt), q) * scale
+        stiffness = torch.maximum(spacing, stiffness_floor(q, get_format(fmt), 0.0, FLOOR) * scale).double() ** power
+        plain += spacing.sum().item()
+        moved += (spacing * stiffness / stiffness.square().mean().sqrt()).sum().item()
+    return 1 - moved / plain
+
+
+def share_in_runs(power: float, column: str) -> tuple[float, float]:
+    "The lowest and the highest share of E3M4 to E7M0 in the tuned runs: of `noise`, or of the `val_loss` above FP32."
+    rows = pd.read_parquet(sizes.RESULTS / "ledger/tier1.parquet")
+    rows = rows[(rows.stage == "confirm") & rows.error.isna()]
+    mean = rows.groupby(["format", "storage", "power"])[column].mean()
+    over = mean.xs(GRID, level="storage")
+    if column == "val_loss": over = over - mean.xs("fp32", level="storage")
+    shares = [1 - over[fmt, power] / over[fmt, 0] for fmt in FITTED]
+    return min(shares), max(shares)
+
+
+def share_table() -> str:
+    "A Markdown table: the share of the noise that S^p takes away, and the share of the cost."
+    lines = ["| p | noise, from one checkpoint's weights | noise, in the runs | cost, in the runs |", "|---" * 4 + "|"]
+    for power in (-1.0, -0.5, 0.5, 1.0):
+        shares = [share_in_weights(fmt, power) for fmt in FITTED]
+        pairs = (min(shares), max(shares)), share_in_runs(power, "noise"), share_in_runs(power, "val_loss")
+        lines.append(f"| {power:g} | " + " | ".join(f"{low:+.2f} to {high:+.2f}" for low, high in pairs) + " |")
+    return "\n".join(lines)
 
 
 def tuned_rates(rows: Iterable[Mapping[str, Any]], name: str) -> dict[str, sizes.Tuned]:
