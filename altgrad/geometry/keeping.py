@@ -212,6 +212,11 @@ class Midrise(Storage):
         "Into how many cells the spacing around a code is divided."
         return 2**self.residual_bits
 
+    @property
+    def words(self) -> str:
+        "What a write does, in words."
+        return f"stochastic, to {self.cells} levels inside the spacing around a code"
+
     def start(self, w: Tensor, fmt: FP8Format, key: int | Tensor) -> Tensor:
         "Round first weights, of any shape and in units of the format: to nearest; a zero has no sign."
         return super().start(w, fmt, key) + 0.0
