@@ -280,5 +280,5 @@ def save_figure(
     def write(file: Any) -> None:
         fig.savefig(file, format="png", metadata={"Software": None})
 
-    write_atomic(path, write)
-    plt.close(fig)
+    try: write_atomic(path, write)
+    finally: plt.close(fig)

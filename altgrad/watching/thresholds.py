@@ -95,6 +95,7 @@ def trend(
     y = np.asarray(list(values), float)
     t = np.arange(len(y), dtype=float) if at is None else np.asarray(list(at), float)
     if len(y) < 3: raise InputError(f"a trend needs at least three values, not {len(y)}")
+    if not np.isfinite(y).all(): return math.nan, math.nan
     t = t - t.mean()
     slope = (t * (y - y.mean())).sum() / (t * t).sum()
     residual = y - y.mean() - slope * t
