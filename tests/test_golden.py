@@ -17,6 +17,7 @@ from altgrad.numbers.quantize import fake_quantize
 from altgrad.numbers.vectors import ROUNDINGS
 from altgrad.training.data import load_corpus
 
+from cases import each
 from marks import all_slow_but
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,10 +31,9 @@ def rows() -> dict[str, tuple[str, dict]]:
     return {row["run"]: (folder, row) for folder, row in REPLAYS["every_row"]()}
 
 
-@pytest.mark.parametrize("run", PINS["runs"])
-def test_a_run_keeps_its_id(run):
-    _, row = rows()[run]
-    assert run_id(row_identity(row)) == run
+def test_runs_keep_their_ids():
+    ids = {run: run_id(row_identity(rows()[run][1])) for run in PINS["runs"]}
+    assert [run for run, now in ids.items() if now != run] == []
 
 
 @pytest.mark.parametrize("run", all_slow_but(2, PINS["replays"]))
@@ -47,13 +47,14 @@ def test_texts_are_the_same():
     assert {name: load_corpus(text, "bytes").hash for name, text in texts.items()} == PINS["texts"]
 
 
+@cache
 def patterns() -> torch.Tensor:
     "Every 65,521st float32 pattern: both signs, all exponents, infinities and NaN."
     return torch.arange(0, 2**32, 65_521, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize("rounding", (*ROUNDINGS, "stochastic"))
 @pytest.mark.parametrize("fmt", EIGHT_BIT)
+@each("rounding", (*ROUNDINGS, "stochastic"))
 def test_rounding_keeps_its_bits(fmt, rounding):
     key = {"key": rounding_key(0)} if rounding == "stochastic" else {}
     rounded = fake_quantize(patterns(), fmt, rounding=rounding, **key)

@@ -21,6 +21,8 @@ from altgrad.geometry.storage import (
 from altgrad.model.surgery import quantize_model
 from altgrad.numbers.formats import FORMATS, get_format
 
+from cases import each
+
 STORAGES = ("grid_nearest", "grid_stochastic", "grid_residual4", "grid_wide4", "bf16")
 START = torch.tensor([[1.0, -2.0, 0.5, 4.0], [0.25, 3.0, -1.5, 448.0]])  # all of E4M3, and so are their halves
 
@@ -34,8 +36,8 @@ def on_grid(model: nn.Module, fmt: str, storage: str = "grid_nearest") -> nn.Mod
     return model
 
 
-@pytest.mark.parametrize("fmt", ["E2M5", "E0M7"])
-@pytest.mark.parametrize("how", [{}, {"assign": True}])
+@each("fmt", ["E2M5", "E0M7"])
+@each("how", [{}, {"assign": True}])
 def test_plain_weights_that_are_loaded_make_the_grid_anew(fmt, how):
     "Their scale is their own: one of weights that are 64 times larger would leave nothing of most."
     torch.manual_seed(0)
@@ -80,7 +82,7 @@ def test_assigned_weights_keep_the_dtype_that_the_model_had():
     assert model[0].weight.data.made_from == torch.bfloat16
 
 
-@pytest.mark.parametrize("fmt", ["float16", "E0M15", "E4M11"])
+@each("fmt", ["float16", "E0M15", "E4M11"])
 def test_sixteen_bits_in_blocks_are_written(fmt):
     w = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     grid = make_grid_tensor(w, fmt, "grid_nearest", granularity=32)
@@ -89,7 +91,7 @@ def test_sixteen_bits_in_blocks_are_written(fmt):
     assert (grid.dequantize() - 100 * w).abs().max() < 1600 * 2.0**-10
 
 
-@pytest.mark.parametrize("storage", ["grid_residual4", "grid_kahan", "bf16_kahan"])
+@each("storage", ["grid_residual4", "grid_kahan", "bf16_kahan"])
 def test_another_memory_format_changes_no_part_of_a_weight(storage):
     model = on_grid(nn.Sequential(nn.Conv2d(8, 8, 3)), "E4M3", storage)
     with torch.no_grad(): model[0].weight.mul_(0.3)
@@ -188,7 +190,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("name", WRITES)
+@each("name", WRITES)
 def test_a_write_is_made(name, storage):
     w, plain = weight(storage), START.clone()
     with torch.no_grad():
@@ -201,7 +203,7 @@ def test_a_write_is_made(name, storage):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("name", PARTS)
+@each("name", PARTS)
 def test_a_part_is_not_written(name, storage):
     w = weight(storage)
     before = {key: part.clone() for key, part in w.data.parts().items()}
@@ -232,7 +234,7 @@ def test_a_part_is_read_as_any_tensor():
     assert torch.equal(torch.load(file), here)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@each("storage", STORAGES)
 def test_data_that_is_taken_and_put_back_is_what_it_was(storage):
     "As when an average of weights is evaluated in their place."
     w, other = weight(storage), weight(storage)
@@ -261,7 +263,7 @@ MODES = lambda: torch.device("cpu"), lambda: FlopCounterMode(display=False)
 
 
 @pytest.mark.parametrize("storage", grid_storages())
-@pytest.mark.parametrize("fmt, granularity", [("E4M3", "tensor"), ("E2M1", "tensor"), ("E5M2", 16)])
+@each("fmt, granularity", [("E4M3", "tensor"), ("E2M1", "tensor"), ("E5M2", 16)])
 def test_what_is_not_finite_leaves_code_and_rest_as_they_were(storage, fmt, granularity):
     "Every bit; and what is finite beside it comes out as it does where all is."
     drawn = torch.Generator().manual_seed(0)
@@ -284,7 +286,7 @@ def test_what_is_not_finite_leaves_code_and_rest_as_they_were(storage, fmt, gran
     assert torch.equal(a.latent()[there], old[there])
 
 
-@pytest.mark.parametrize("copied", [torch.clone, lambda w: w.detach().clone(), copy.deepcopy, nn.Parameter.clone])
+@each("copied", [torch.clone, lambda w: w.detach().clone(), copy.deepcopy, nn.Parameter.clone])
 def test_a_clone_counts_for_itself(copied):
     w = weight()
     with torch.no_grad():
@@ -306,7 +308,7 @@ def test_where_the_scale_grows_what_was_there_is_rounded_anew():
     assert (w.dequantize() / w.scale * 128).frac().eq(0).all()
 
 
-@pytest.mark.parametrize("inside", MODES)
+@each("inside", MODES)
 def test_what_is_wrong_is_seen_in_every_mode(inside):
     layer = nn.Linear(4, 2, bias=False)
     layer.weight = weight()
@@ -374,7 +376,7 @@ def test_data_of_another_shape_is_refused():
     with pytest.raises(InputError, match="keeps its shape"): weight().data = torch.ones(3)
 
 
-@pytest.mark.parametrize("part, value", (("scale", 0.3), ("scale", float("nan")), ("codes", 127), ("writes", -1)))
+@each("part, value", (("scale", 0.3), ("scale", float("nan")), ("codes", 127), ("writes", -1)))
 def test_a_damaged_plain_state_is_refused_and_changes_nothing(part, value):
     def made():
         model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False))
@@ -388,7 +390,7 @@ def test_a_damaged_plain_state_is_refused_and_changes_nothing(part, value):
     assert torch.equal(model[0].weight.dequantize(), START)
 
 
-@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if f.signed and f.has_zero and not f.twos_complement])
+@each("name", [n for n, f in FORMATS.items() if f.signed and f.has_zero and not f.twos_complement])
 def test_a_zero_of_either_sign_has_a_code(name):
     "That of -0 where a format has one, else that of 0; all other values keep theirs."
     fmt = FORMATS[name]
@@ -396,7 +398,7 @@ def test_a_zero_of_either_sign_has_a_code(name):
     assert zeros.tolist() == [0, 0] and zeros.signbit().tolist() == [fmt.code_minus_zero is not None, False]
 
 
-@pytest.mark.parametrize("spec", ["E4M3b126", "E4M3b125", "E4M3b124", "E4M3b127", "E2M5b123", "E2M1b-20", "E4M3b-60"])
+@each("spec", ["E4M3b126", "E4M3b125", "E4M3b124", "E4M3b127", "E2M5b123", "E2M1b-20", "E4M3b-60"])
 def test_every_value_has_its_code_under_any_bias(spec):
     "Where one over the smallest spacing is no float32 number, too."
     fmt = get_format(spec)
@@ -410,6 +412,6 @@ def test_zeros_stay_zeros_in_a_format_of_tiny_numbers():
     assert torch.equal(make_grid_tensor(values, "E4M3b126", "grid_nearest").dequantize(), values)
 
 
-@pytest.mark.parametrize("bits", [0, 3, 5, 6, 7, 16])
+@each("bits", [0, 3, 5, 6, 7, 16])
 def test_bits_that_do_not_fill_a_byte_are_refused(bits):
     with pytest.raises(InputError, match="unknown number of bits"): pack_bits(torch.tensor([1], dtype=torch.int8), bits)

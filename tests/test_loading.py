@@ -14,15 +14,15 @@ from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
 from altgrad.model.surgery import quantize_model
 from altgrad.training.checkpoint import load_checkpoint, save_checkpoint
 
+from cases import each
+
 
 def trained(seed: int, storage: str, steps: int) -> tuple[nn.Module, list]:
     "A model with a rule on its linear weights and torch's AdamW on the rest."
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
-    quantize_model(
-        model,
-        config=PrecisionConfig([LayerPrecisionRule("*", weight="E4M3", activation="E4M3 delayed")]),
-    )
+    rule = LayerPrecisionRule("*", weight="E4M3", activation="E4M3 delayed")
+    quantize_model(model, config=PrecisionConfig([rule]))
     store_on_grid(model, storage, seed)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     optimizers = [
@@ -40,9 +40,8 @@ def everything(model: nn.Module, optimizers: list) -> list:
     "All that loading may change, copied by other code than the checkpoint's."
     found = []
     for p in model.parameters():
-        inner = (
-            [p.data.codes, p.data.scale, p.data.writes] if isinstance(p.data, GridTensor) else [p]
-        )
+        w, on_grid = p.data, isinstance(p.data, GridTensor)
+        inner = [w.codes, w.scale, w.writes] if on_grid else [p]
         found += [part.detach().numpy().tobytes() for part in inner]
     for layer in (model[0], model[2]):
         scaling = layer.points["activation"].scaling
@@ -56,9 +55,8 @@ def everything(model: nn.Module, optimizers: list) -> list:
             for group in optimizer.param_groups
             for p in group["params"]
         ]
-        found += [
-            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
-        ]
+        for group in optimizer.param_groups:
+            found.append({k: v for k, v in group.items() if k != "params"})
     return [*found, random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
 
 
@@ -106,12 +104,10 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "storage, wrong",
-    [("master", w) for w in WRONGS]
-    + [("grid_nearest", w) for w in [*ON_GRIDS, last_weight, moment_shape]],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+@each("storage, wrong", [
+    *(("master", w) for w in WRONGS),
+    *(("grid_nearest", w) for w in [*ON_GRIDS, last_weight, moment_shape]),
+])
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "used"])
 def test_a_state_that_does_not_fit_changes_nothing(saved, tmp_path, storage, wrong, steps):
     state = torch.load(saved / storage, weights_only=True)
@@ -125,7 +121,7 @@ def test_a_state_that_does_not_fit_changes_nothing(saved, tmp_path, storage, wro
     assert everything(model, optimizers) == before
 
 
-@pytest.mark.parametrize("storage", ["master", "grid_nearest"])
+@each("storage", ["master", "grid_nearest"])
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "used"])
 def test_a_state_that_fits_is_all_loaded(saved, storage, steps):
     twin = everything(*trained(0, storage, steps=3))

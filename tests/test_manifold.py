@@ -2,6 +2,7 @@
 it."""
 import copy
 import io
+import math
 import subprocess
 import sys
 
@@ -22,6 +23,8 @@ from altgrad.model.points import LayerPrecisionRule, PrecisionConfig
 from altgrad.model.surgery import quantize_model
 from altgrad.training.checkpoint import load_checkpoint, save_checkpoint
 
+from cases import each
+
 DTYPES = (torch.float32, torch.float64)
 SCALES = {"one": 1.0, "small": 2.0**-7, "rows": torch.tensor([[0.5], [4.0], [2.0**-6]]), "odd": 0.3}
 # a coordinate reaches 127 codes: eight roundings of that
@@ -29,8 +32,9 @@ TOLERANCE = {t: 8 * 127 * torch.finfo(t).eps / 2 for t in DTYPES}
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)
 
 every_format = pytest.mark.parametrize("name", EIGHT_BIT)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+all_formats = each("name", EIGHT_BIT)
+every_dtype = each("dtype", DTYPES)
+every_scale = each("scale", SCALES.values(), ids=SCALES)
 
 
 @pytest.fixture(autouse=True)
@@ -115,12 +119,9 @@ def test_the_retraction_is_of_second_order_where_smooth(name, scale):
     # the straight step agrees with it to every order until it leaves the binade, and to first order
     # at its edge from inside
     assert torch.equal(ahead[smooth], (x + h * u)[smooth])
-    edge = (
-        torch.tensor(4.0, dtype=torch.float64)
-        * FORMATS[name].min_spacing
-        * 2.0 ** FORMATS[name].mantissa_bits
-    )
-    if FORMATS[name].exponent_bits > 2:
+    fmt = FORMATS[name]
+    edge = torch.tensor(4.0 * fmt.min_spacing * 2.0**fmt.mantissa_bits, dtype=torch.float64)
+    if fmt.exponent_bits > 2:
         one = FP8Manifold(name)
         step = one.stiffness(edge)
         close(one.retr(edge, step), edge + step, 0.0)
@@ -176,7 +177,7 @@ def test_distance_is_the_length_of_the_geodesic(name, scale):
     assert torch.equal(m.dist(x, x), 0 * x)
 
 
-@every_format
+@all_formats
 def test_the_manifold_is_flat(name):
     m, x, y, _, _ = case(name, torch.float64)
     z = case(name, torch.float64)[1]
@@ -211,28 +212,19 @@ def test_gradient_and_inner_product_do_not_reduce(name, scale):
 
 
 @every_dtype
-@every_format
+@all_formats
 def test_broadcasting(name, dtype):
     m, x, y, u, v = case(name, dtype, SCALES["rows"])
     stack = lambda t: torch.stack([t] * 4)  # noqa: E731
     for f, args in (
-        (m.expmap, (x, u)),
-        (m.retr, (x, u)),
-        (m.logmap, (x, y)),
-        (m.dist, (x, y)),
-        (m.transp, (x, y, v)),
-        (m.inner, (x, u, v)),
-        (m.egrad2rgrad, (x, u)),
-        (m.proju, (x, u)),
-        (m.norm, (x, u)),
-        (m.projx, (x,)),
-        (m.transp_follow_retr, (x, u, v)),
+        *((f, (x, u)) for f in (m.expmap, m.retr, m.egrad2rgrad, m.proju, m.norm)),
+        (m.logmap, (x, y)), (m.dist, (x, y)), (m.transp, (x, y, v)), (m.inner, (x, u, v)),
+        (m.transp_follow_retr, (x, u, v)), (m.projx, (x,)),
     ):
-        one = f(*args)
-        assert torch.equal(f(*map(stack, args)), stack(one)), f.__name__
-        assert torch.equal(f(*args[:1], *map(stack, args[1:])), stack(one)) or len(args) == 1, (
-            f.__name__
-        )
+        whole = stack(f(*args))
+        assert torch.equal(f(*map(stack, args)), whole), f.__name__
+        if len(args) == 1: continue
+        assert torch.equal(f(*args[:1], *map(stack, args[1:])), whole), f.__name__
     for row in range(3):
         alone = FP8Manifold(name, scale=m.scale[row].item())
         assert torch.equal(alone.expmap(x[row], u[row]), m.expmap(x, u)[row])
@@ -240,7 +232,7 @@ def test_broadcasting(name, dtype):
     assert FP8Manifold(name).dist(x[0, 0], y[0, 0]).shape == ()
 
 
-@every_format
+@all_formats
 def test_random_points_and_origin(name):
     m = FP8Manifold(name, scale=0.25)
     for draw in (m.random, m.random_uniform, m.random_normal):
@@ -257,14 +249,12 @@ def test_random_points_and_origin(name):
     assert torch.equal(o.data, torch.zeros(2, 3, dtype=torch.float64))
     codes = m.coordinate(m.random(20_000, dtype=torch.float64)) / m.fmt.last_finite
     assert abs(codes.mean()) < 0.02 and abs(codes.std() - 3**-0.5) < 0.01
-    assert (
-        geoopt.Scaled(m, 3.0).dist(o, m.limit(o)).sub(3 * m.dist(o, m.limit(o))).abs().max()
-        <= 3 * TOLERANCE[torch.float32]
-    )
+    far = geoopt.Scaled(m, 3.0).dist(o, m.limit(o))
+    assert (far - 3 * m.dist(o, m.limit(o))).abs().max() <= 3 * TOLERANCE[torch.float32]
 
 
 @every_scale
-@every_format
+@all_formats
 def test_state_dict_copies_and_pickles(name, scale):
     m = FP8Manifold(name, damping=0.1, floor_octaves=4, scale=scale)
     assert list(m.state_dict()) == ["scale"]
@@ -289,29 +279,18 @@ def test_state_dict_copies_and_pickles(name, scale):
     assert name in repr(m) and "floor_octaves=4" in repr(m)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(damping=0.01), dict(floor_octaves=0), dict(floor_octaves=5),
-        dict(damping=1e-3, floor_octaves=2.5),
-    ],
-    ids=str,
-)
+@each("options", [
+    dict(damping=0.01), dict(floor_octaves=0), dict(floor_octaves=5),
+    dict(damping=1e-3, floor_octaves=2.5),
+])
 @every_format
 def test_floors(name, options):
     m = FP8Manifold(name, scale=0.5, **options)
-    x, y = (
-        torch.randn(2, 200, dtype=torch.float64)
-        * torch.logspace(-16, 0, 200, base=2, dtype=torch.float64)
-        * 0.1
-    )
+    sizes = torch.logspace(-16, 0, 200, base=2, dtype=torch.float64)
+    x, y = torch.randn(2, 200, dtype=torch.float64) * sizes * 0.1
     x[0] = y[0] = 0.9  # the largest of both: the floor is the same at either
-    low = max(
-        options.get("damping", 0),
-        2.0 ** -options["floor_octaves"] * stiffness(torch.tensor(1.8), name).item()
-        if "floor_octaves" in options
-        else 0,
-    )
+    below = 2.0 ** -options.get("floor_octaves", math.inf)
+    low = max(options.get("damping", 0), below * stiffness(torch.tensor(1.8), name).item())
     assert (m.stiffness(x) >= 0.5 * low).all()
     assert torch.equal(m.stiffness(x), m.stiffness(x, like=y))
     known = TOLERANCE[torch.float64]
@@ -321,19 +300,15 @@ def test_floors(name, options):
     t = torch.linspace(0, 1, 4001, dtype=torch.float64)[:, None]
     path = m.expmap(x, t * m.logmap(x, y))
     # the mesh's error
-    close(
-        (path.diff(dim=0).abs() / m.stiffness((path[1:] + path[:-1]) / 2, like=x)).sum(0),
-        m.dist(x, y),
-        2e-3,
-        atol=2e-3,
-    )
+    length = (path.diff(dim=0).abs() / m.stiffness((path[1:] + path[:-1]) / 2, like=x)).sum(0)
+    close(length, m.dist(x, y), 2e-3, atol=2e-3)
     assert (m.dist(x, y) <= FP8Manifold(name, scale=0.5).dist(x, y) + known).all()
     # the ordinary geometry
     if options == dict(floor_octaves=0):
         close(m.dist(x, y), (x - y).abs() / m.stiffness(x[0]), 0.0, atol=known)
 
 
-@every_format
+@all_formats
 def test_autograd_knows_the_slopes(name):
     m, x, y, u, _ = case(name, torch.float64, 0.5)
     a = x.clone().requires_grad_()
@@ -358,7 +333,7 @@ def test_one_code_per_step_wherever_the_weight_lies(name):
     assert adam.max() > 50 if FORMATS[name].exponent_bits > 3 else adam.max() < 40
 
 
-@every_format
+@all_formats
 def test_codes_change_by_one_from_values_of_the_format(name):
     fmt, s = FORMATS[name], 2.0**-2
     code = torch.arange(1, fmt.last_finite)
@@ -404,7 +379,7 @@ def test_riemannian_adam_is_adam_on_the_code_coordinate(name):
     close(m.coordinate(w.detach()), psi.detach(), 0.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("call, words", [
+@each("call, words", [
     (lambda: FP8Manifold("E9M9"), "unknown format"),
     (lambda: FP8Manifold("E4M3", scale=0.0), "scale must be positive"),
     (lambda: FP8Manifold("E4M3", scale=torch.tensor([1, 2])), "scale must be positive"),
@@ -428,13 +403,9 @@ def on_manifold(name="E4M3", **kwargs) -> tuple[GPT, RiemannianAdam]:
     quantize_model(model, name, **{"skip": (), "manifold": True, **kwargs})
     there = [p for p in model.parameters() if isinstance(p, ManifoldParameter)]
     rest = [p for p in model.parameters() if not isinstance(p, ManifoldParameter)]
-    return model, RiemannianAdam(
-        [
-            dict(params=there, lr=0.12 * 2 ** FORMATS[name].mantissa_bits),
-            dict(params=rest, lr=3e-3),
-        ],
-        eps=1e-15,
-    )
+    lr = 0.12 * 2 ** FORMATS[name].mantissa_bits
+    groups = [dict(params=there, lr=lr), dict(params=rest, lr=3e-3)]
+    return model, RiemannianAdam(groups, eps=1e-15)
 
 
 def train(model, optimizer, steps) -> list[float]:
@@ -557,16 +528,15 @@ except InputError as e: print(e)
 print(len(quantize_model(model, "E4M3").changed))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "manifold=True needs the package geoopt (pip install geoopt)\n1\n", (
-        done.stderr
-    )
+    wanted = "manifold=True needs the package geoopt (pip install geoopt)\n1\n"
+    assert done.stdout == wanted, done.stderr
 
 
 # distinct ones, an octave apart
 GAPS = {"E0M7": 1, "E1M6": 1, "E2M5": 3, "E3M4": 7, "E4M3": 15, "E5M2": 30, "E6M1": 63, "E7M0": 126}
 
 
-@pytest.mark.parametrize("floor_octaves", [None, 0.5, 2, 6, 40, 200])
+@each("floor_octaves", [None, 0.5, 2, 6, 40, 200])
 @every_format
 def test_what_calls_itself_reversible_is(name, floor_octaves):
     "As geoopt's own suite asks: back along the transported vector, over points of all magnitudes."
@@ -595,7 +565,7 @@ def test_a_loaded_scale_decides_which_points_are_taken():
     assert (half.stiffness(torch.ones(2, dtype=torch.float64)) > 0).all()
 
 
-@pytest.mark.parametrize("kind", (float, np.float32, np.float64))
+@each("kind", (float, np.float32, np.float64))
 def test_numbers_of_numpy_are_numbers(kind):
     made = FP8Manifold("E4M3", scale=kind(0.5), damping=kind(0.25), floor_octaves=kind(8))
     plain = FP8Manifold("E4M3", scale=0.5, damping=0.25, floor_octaves=8)

@@ -30,6 +30,8 @@ from altgrad.watching.monitors import GradientCounts, Monitors
 from altgrad.watching.series import read_series
 from altgrad.watching.shadow import Shadow, shadow_metrics
 from altgrad.watching.thresholds import Alarms, Interventions, Thresholds, set_weight_format
+
+from cases import each
 from old import OLD_TORCH
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -63,27 +65,23 @@ def train(model: GPT, monitors: Monitors | None, steps: int) -> list:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(TYPES))
+@each("name", sorted(TYPES))
 def test_rates_are_those_that_ml_dtypes_rounding_gives(name):
     fmt, scale = FORMATS[name], 2.0**-6
     x = torch.randn(300, 50, generator=torch.Generator().manual_seed(1)) ** 5
     z = x.double().numpy() / scale
     q = np.clip(z, -fmt.max, fmt.max).astype(np.float32).astype(TYPES[name]).astype(np.float64)
     y, sums = round_and_sum(x, Precision(name), torch.tensor(scale))
-    values, _ = point_metrics(
-        {("sums", "a", "weight"): sums.numpy(), ("scale", "a", "weight"): np.array(scale)},
-        {("a", "weight"): fmt},
-    )
+    parts = {("sums", "a", "weight"): sums.numpy(), ("scale", "a", "weight"): np.array(scale)}
+    values, _ = point_metrics(parts, {("a", "weight"): fmt})
     get = lambda metric: values[f"quantization/a/weight/{metric}"]
     assert np.array_equal(y.double().numpy(), q * scale)
     assert get("overflow_rate") == (np.abs(z) > fmt.max).mean()
     assert get("underflow_rate") == ((z != 0) & (q == 0)).mean()
     # of a sum of float32 numbers: its roundings add up like a random walk
     known = x.numel() ** 0.5 * 2.0**-24
-    # dB
-    assert (
-        abs(get("sqnr_db") - 10 * np.log10((z**2).sum() / ((z - q) ** 2).sum())) < 4.35 * 8 * known
-    )
+    decibels = 10 * np.log10((z**2).sum() / ((z - q) ** 2).sum())
+    assert abs(get("sqnr_db") - decibels) < 4.35 * 8 * known
     assert abs(get("kurtosis") / (((z - z.mean()) ** 4).mean() / z.var() ** 2) - 1) < 32 * known
     assert abs(get("rms_octaves") - np.log2(fmt.max / np.sqrt((z**2).mean()))) < 8 * known
 
@@ -98,8 +96,8 @@ def test_tiny_and_huge_tensors_neither_vanish_nor_overflow_in_the_sums():
         torch.testing.assert_close(sums, reference * 2.0 ** (exponent * powers.double()))
 
 
-@pytest.mark.parametrize("scale", [0.25, "a row"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@each("scale", [0.25, "a row"])
+@each("rounding", ["nearest", "stochastic"])
 def test_sums_of_bfloat16_are_those_of_its_values(rounding, scale):
     x = torch.randn(7, 3001, generator=torch.Generator().manual_seed(0)).mul(40).bfloat16()
     x[0, :4] = torch.tensor([math.inf, -math.inf, math.nan, 0.0])
@@ -124,53 +122,35 @@ def test_sums_of_bfloat16_are_those_of_its_values(rounding, scale):
         assert abs(float(sums[PLACE[name]]) - float(value)) <= slack, name
 
 
-@pytest.mark.parametrize(
-    "points",
-    [dict(weight=n) for n in (*EIGHT_BIT, "bfloat16")]
-    + [
-        dict(activation="E4M3 32"),
-        dict(
-            weight="E4M3 channel", activation="E5M2 stochastic smoothed",
-            gradient="E5M2 toward_zero static", weight_gradient=True,
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("points", [
+    *(dict(weight=n) for n in (*EIGHT_BIT, "bfloat16")),
+    dict(activation="E4M3 32"),
+    dict(weight="E4M3 channel", activation="E5M2 stochastic smoothed",
+         gradient="E5M2 toward_zero static", weight_gradient=True),
+], ids=str)
 def test_watching_changes_no_bit(points):
     plain, watched = model_with(**points), model_with(**points)
     train(plain, None, 4)
     found = train(watched, Monitors(watched, every=1, histogram_every=2, health_every=3), 4)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters()))
-    assert all(
-        math.isfinite(v) or math.isnan(v) or path.endswith("sqnr_db")
-        for m in found
-        for path, v in m.values.items()
-    )
+    values = [pair for m in found for pair in m.values.items()]
+    assert [path for path, v in values if math.isinf(v) and not path.endswith("sqnr_db")] == []
 
 
 @pytest.mark.parametrize("storage", ["master", *grid_storages()])
 def test_every_storage_is_watched(storage):
     model = model_with(storage, weight="E4M3", activation="E4M3")
     values = train(model, Monitors(model, every=1), 3)[-1].values
-    weights = sum(
-        m.weight.numel()
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and name != "lm_head"
-    )
+    layers = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    weights = sum(m.weight.numel() for m in layers)
     kind = STORAGES[storage]
     loses = kind.on_grid and not kind.residual_bits
     rate, other = ("code_unchanged_rate", "bit_stall_rate")[:: -1 if loses else 1]
     assert f"updates/all/{other}" not in values and 0 < values[f"updates/all/{rate}"] < 1
-    # torch's AdamW writes twice
     assert 0 <= values["updates/all/zero_update_rate"] <= 1
-    assert values["updates/all/updates"] <= 2 * weights
-    assert (
-        abs(
-            values[f"updates/all/{rate}"]
-            - (1 - values["updates/all/flips"] / values["updates/all/updates"])
-        )
-        < 4 * 2.0**-53
-    )
+    flips, updates = (values[f"updates/all/{name}"] for name in ("flips", "updates"))
+    assert updates <= 2 * weights  # torch's AdamW writes twice
+    assert abs(values[f"updates/all/{rate}"] - (1 - flips / updates)) < 4 * 2.0**-53
     known = kind.rounding == "nearest" and kind.fmt is None and loses
     assert math.isnan(values["updates/blocks.0.mlp.fc/decay_stall_rate"]) == (not known)
 
@@ -215,7 +195,7 @@ def test_a_weight_on_the_grid_is_seen_as_it_is():
     assert found[1] == 2.0**-6 < found[0]
 
 
-@pytest.mark.parametrize("kind, settings", (
+@each("kind, settings", (
     ("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {}), ("NAdam", {}), ("RAdam", {}), ("RMSprop", {}),
     ("NAdam", {"decoupled_weight_decay": True}), ("RAdam", {"decoupled_weight_decay": True}),
     ("Adagrad", {}), ("Adamax", {}), ("Adadelta", {}),
@@ -250,11 +230,8 @@ def test_names_are_paths_of_the_registry():
     monitors.gradients()
     shadow.measure([batch(1)], monitors.parcel)
     values = monitors.end().values
-    groups = {
-        g.path.split("/")[0]: {m.name for m in g.metrics}
-        | {f"ulps_p{q:02d}" for q in (5, 25, 50, 75, 95)}
-        for g in METRICS[1:]
-    }
+    ulps = {f"ulps_p{q:02d}" for q in (5, 25, 50, 75, 95)}
+    groups = {g.path.split("/")[0]: {m.name for m in g.metrics} | ulps for g in METRICS[1:]}
     assert all(path.split("/")[-1] in groups[path.split("/")[0]] for path in values)
     assert {p.split("/")[0] for p in values} == set(groups)
     full = [f"{g.path}{m.name}" for g in METRICS for m in g.metrics]
@@ -293,32 +270,23 @@ def test_a_run_is_watched_from_config_to_files(tmp_path):
     from altgrad.training.config import make_config
     from altgrad.training.trainer import Trainer
     corpus = load_corpus("stdlib", cache=tmp_path / "cache")
-    config = make_config(
-        dict(
-            format="E4M3", activation="E4M3", gradient="E5M2 stochastic", monitor_every=2,
-            shadow_every=4, max_steps=6, batch_size=2, block_size=16, eval_windows=2, eval_every=3,
-            checkpoint_every=3,
-        )
-    )
+    config = make_config(dict(
+        format="E4M3", activation="E4M3", gradient="E5M2 stochastic", monitor_every=2,
+        shadow_every=4, max_steps=6, batch_size=2, block_size=16, eval_windows=2, eval_every=3,
+        checkpoint_every=3,
+    ))
     trainer = Trainer(config, tmp_path / "runs", corpus)
     record = trainer.run(progress=False)
     rows, series = trainer.folder.metrics(), read_series(trainer.folder.path / "series")
     assert record["exit_reason"] == "finished" and record["monitors"]["every"] == 2
-    assert [row["step"] for row in rows if "quantization/all/gradient/sqnr_db" in row] == [
-        1, 2, 4, 6
-    ]
+    steps = [row["step"] for row in rows if "quantization/all/gradient/sqnr_db" in row]
+    assert steps == [1, 2, 4, 6]
     assert series["shadow/blocks.0.mlp.fc/cosine"][0].tolist() == [1, 4]
     assert series["quantization/blocks.3.mlp.fc/weight/amax"][0].tolist() == [1, 2, 4, 6]
-    assert all(
-        not isinstance(v, (list, dict))
-        for row in rows
-        for k, v in row.items()
-        if k not in ("events", "nonfinite")
-    )
-    assert sorted(p.name for p in (trainer.folder.path / "series").glob("values*")) == [
-        "values-00000002.parquet",
-        "values-00000006.parquet",
-    ]
+    nested = {k for row in rows for k, v in row.items() if isinstance(v, (list, dict))}
+    assert nested <= {"events", "nonfinite"}
+    files = sorted(p.name for p in (trainer.folder.path / "series").glob("values*"))
+    assert files == ["values-00000002.parquet", "values-00000006.parquet"]
 
 
 def test_noise_alone_rarely_rings_and_divergence_does():
@@ -327,19 +295,15 @@ def test_noise_alone_rarely_rings_and_divergence_does():
     for _ in range(20):
         alarms = Alarms()
         rung += any(alarms.check(step, 4 + 0.1 * random.normal()) for step in range(300))
-    alarms = Alarms()
-    alerts = [
-        a
-        for step in range(300)
-        for a in alarms.check(step, 4 + 0.02 * max(0, step - 200) + 0.1 * random.normal())
-    ]
-    assert rung <= 1
-    assert len(alerts) == 1
-    assert alerts[0].metric == "loss_rise"
+    alarms, alerts = Alarms(), []
+    for step in range(300):
+        loss = 4 + 0.02 * max(0, step - 200) + 0.1 * random.normal()
+        alerts += alarms.check(step, loss)
+    assert rung <= 1 and [a.metric for a in alerts] == ["loss_rise"]
     assert 200 < alerts[0].step < 260
 
 
-@pytest.mark.parametrize("name", ["E4M3", "E7M0", "binary8p1", "float8_e4m3b11fnuz"])
+@each("name", ["E4M3", "E7M0", "binary8p1", "float8_e4m3b11fnuz"])
 def test_flips_are_counted_where_weights_lie_between_two_codes(name):
     # between two codes, and at zeros of both signs, formats differ: ties to the even code, no -0
     fmt = FORMATS[name]
@@ -366,7 +330,7 @@ def test_sums_take_any_scale_that_rounding_takes():
 # what is refused, and loops of others
 
 
-@pytest.mark.parametrize("make, told", (
+@each("make, told", (
     (lambda m, o: Monitors(3), "model must be a torch.nn.Module, not int"),
     (lambda m, o: Monitors(m, 3), "optimizers must be of torch.optim.Optimizer, not 3"),
     (lambda m, o: Monitors(m, [o, None]), "optimizers must be of torch.optim.Optimizer, not None"),
@@ -478,7 +442,7 @@ def test_with_two_optimizers_in_lightning_each_gradient_is_measured_once(both):
     assert math.isclose(found[-1].values["gradients/down/l2"], module.used, rel_tol=32 * 2.0**-24)
 
 
-@pytest.mark.parametrize("words", ("E4M3", "E4M3 channel"))
+@each("words", ("E4M3", "E4M3 channel"))
 def test_updates_of_convolutions_are_counted_alike_on_every_path(words):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 5))
@@ -527,7 +491,7 @@ def test_codes_are_counted_from_where_a_format_began():
     assert found == [0, 0]
 
 
-@pytest.mark.parametrize("drop", ((), ("formats",)), ids=("whole", "older"))
+@each("drop", ((), ("formats",)))
 def test_where_codes_began_outlives_a_restart_after_a_moved_bit(drop):
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     quantize_model(model, "E4M3")
@@ -544,7 +508,7 @@ def test_where_codes_began_outlives_a_restart_after_a_moved_bit(drop):
     if not drop: assert displacement(again, 2) == 0
 
 
-@pytest.mark.parametrize("storage, begun, new, why", (
+@each("storage, begun, new, why", (
     ("grid_nearest", "float4_e2m1fn", {"0": "E4M3"}, "codes of E4M3 do not fit"),
     ("grid_nearest", "E4M3", {"0": "float4_e2m1fn"}, "codes of float4_e2m1fn do not fit"),
     ("grid_residual4", "E4M3", {"0": "E4M11"}, "codes of E4M11 do not fit"),
@@ -582,7 +546,7 @@ def test_a_group_follows_its_own_layers_alone():
     assert [group["fmt"].name for group in rule.param_groups] == ["E3M4", "E4M3"]
 
 
-@pytest.mark.parametrize("fmt", ("E4M3", "E7M0", "bfloat16"))
+@each("fmt", ("E4M3", "E7M0", "bfloat16"))
 def test_updates_of_float64_that_float32_does_not_see_are_counted(fmt):
     from altgrad.watching.updates import WeightMonitor
     torch.manual_seed(0)
@@ -666,10 +630,10 @@ def test_writes_that_are_not_counted_are_refused_by_name_and_can_be_attempted():
         with pytest.raises(InputError, match="0.weight: its writes are not counted"): watch()
 
 
-@pytest.mark.parametrize("path", ("auto", "eager"))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@each("path", ("auto", "eager"))
+@each("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("name", ("E2M5", "E4M3", "E5M2", "E0M7"))
-@pytest.mark.parametrize("granularity", ("tensor", "channel", "nvfp4"))
+@each("granularity", ("tensor", "channel", "nvfp4"))
 def test_codes_are_counted_where_a_narrow_tensor_rounded_them_again(granularity, name, dtype, path):
     "The nearest value of the format, in float64, is the one that was meant; counted with exact codes."
     fmt, x = FORMATS[name], torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -718,7 +682,7 @@ def test_a_shadow_takes_a_layer_that_the_loss_does_not_see():
     assert [key[1] for key in parcel.parts] == ["used"]
 
 
-@pytest.mark.parametrize("size", (6e-6, 1.0, 100.0))
+@each("size", (6e-6, 1.0, 100.0))
 def test_gradients_in_float16_have_the_numbers_of_float32(size):
     def numbers(dtype):
         model = nn.Sequential(nn.Linear(64, 64, bias=False, dtype=dtype))
@@ -731,7 +695,7 @@ def test_gradients_in_float16_have_the_numbers_of_float32(size):
     np.testing.assert_allclose(numbers(torch.float16), numbers(torch.float32), rtol=64 * 64 * 2.0**-24)
 
 
-@pytest.mark.parametrize("given", (dict(strict=5), dict(strict=(5,)), dict(patience=10.5), dict(patience=True)))
+@each("given", (dict(strict=5), dict(strict=(5,)), dict(patience=10.5), dict(patience=True)))
 def test_thresholds_of_the_wrong_kind_are_refused(given):
     with pytest.raises(InputError): Thresholds(**given)
 
@@ -764,7 +728,7 @@ def test_a_damaged_list_of_parts_is_no_list_of_none(tmp_path):
     with pytest.raises(InputError, match="parts.json is damaged"): read_series(tmp_path)
 
 
-@pytest.mark.parametrize("words, fits", (("E5M2 delayed", True), ("float4_e2m1fn nvfp4", False), ("E4M3 32", False)))
+@each("words, fits", (("E5M2 delayed", True), ("float4_e2m1fn nvfp4", False), ("E4M3 32", False)))
 def test_only_gradients_under_one_scale_are_fitted(words, fits):
     from altgrad.watching.monitors import Measurement
     model = nn.Sequential(nn.Linear(64, 64))

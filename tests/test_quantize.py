@@ -17,6 +17,8 @@ from altgrad.numbers.counts import histogram_of, quantize_stats
 from altgrad.numbers.formats import FORMATS, FP8Format, get_format
 from altgrad.numbers.kernels import ROUNDING, rounding_key, set_path, uniform
 from altgrad.numbers.quantize import dequantize, fake_quantize, quantize
+
+from cases import each
 from old import NO_COMPILER
 
 needs_compiler = pytest.mark.skipif(NO_COMPILER, reason="torch's compiler needs vectors")
@@ -40,11 +42,8 @@ def rounded(values, fmt, *args, dtype=torch.float32, **kwargs):
 
 def same_bits(a, b):
     "Equal in every bit, but for the payload of a NaN."
-    return (
-        torch.equal(a.isnan(), b.isnan())
-        and torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
-        and torch.equal(a.signbit(), b.signbit())
-    )
+    views = (torch.isnan, torch.signbit, lambda t: t.nan_to_num(7e7))
+    return all(torch.equal(view(a), view(b)) for view in views)
 
 
 # traps
@@ -173,17 +172,13 @@ def hard_inputs(fmt):
     near = torch.cat([
         middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(math.inf))
     ])
-    return torch.cat([
-        near,
-        -near,
-        torch.randn(1000, generator=torch.Generator().manual_seed(0))
-        * torch.logspace(-40, 38, 1000),
-    ])
+    drawn = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    return torch.cat([near, -near, drawn * torch.logspace(-40, 38, 1000)])
 
 
 @needs_compiler
 @pytest.mark.parametrize("mode", ROUNDING)
-@pytest.mark.parametrize("overflow", ["saturate", "special"])
+@each("overflow", ["saturate", "special"])
 def test_compiled_equals_eager(mode, overflow):
     for name, fmt in FORMATS.items():
         if overflow == "special" and fmt.specials == "none": continue
@@ -195,28 +190,22 @@ def test_compiled_equals_eager(mode, overflow):
             assert not K.state["broken"]
             set_path(before)
         a, b = results
-        if fmt.code_minus_zero is None:
-            # a NaN's sign is no result there
-            a = a.nan_to_num(7e7)
-            b = b.nan_to_num(7e7)
+        # a NaN's sign is no result where there is no -0
+        if fmt.code_minus_zero is None: a, b = a.nan_to_num(7e7), b.nan_to_num(7e7)
         assert same_bits(a, b), name
 
 
 def test_chunks_and_layouts_change_nothing():
     x, key = torch.randn(700, 400, generator=torch.Generator().manual_seed(0)), rounding_key(1)
     for mode in ROUNDING:
-        k = key if mode == "stochastic" else None
-        whole = fake_quantize(x, "E4M3", 0.1, rounding=mode, key=k)
-        assert torch.equal(
-            fake_quantize(x.t().contiguous().t(), "E4M3", 0.1, rounding=mode, key=k), whole
-        )
-        assert torch.equal(
-            fake_quantize(x, "E4M3", torch.full((700, 1), 0.1), rounding=mode, key=k), whole
-        )
-        assert torch.equal(
-            fake_quantize(x, "E4M3", torch.full((1, 400), 0.1), rounding=mode, key=k), whole
-        )
-        assert torch.equal(fake_quantize(x[:10], "E4M3", 0.1, rounding=mode, key=k), whole[:10])
+        asked = dict(rounding=mode, key=key if mode == "stochastic" else None)
+        whole = fake_quantize(x, "E4M3", 0.1, **asked)
+        turned = fake_quantize(x.t().contiguous().t(), "E4M3", 0.1, **asked)
+        assert torch.equal(turned, whole), mode
+        for shape in ((700, 1), (1, 400)):
+            spread = fake_quantize(x, "E4M3", torch.full(shape, 0.1), **asked)
+            assert torch.equal(spread, whole), (mode, shape)
+        assert torch.equal(fake_quantize(x[:10], "E4M3", 0.1, **asked), whole[:10]), mode
     assert fake_quantize(x.t(), "E4M3").stride() == x.t().stride()
     assert torch.equal(
         uniform(torch.Size([700, 400]), key)[:3], uniform(torch.Size([3, 400]), torch.tensor(key))
@@ -248,14 +237,10 @@ def test_unknown_path_is_refused():
 
 def test_gradients_are_the_stated_ones():
     incoming = torch.randn(6, generator=torch.Generator().manual_seed(0))
-    for name in FORMATS:
-        fmt = FORMATS[name]
+    for name, fmt in FORMATS.items():
         for function, factor in ((fake_quantize, 1.0), (quantize, 0.25)):
-            x = (
-                (torch.tensor([0.3, 3.0, 1e-3, -0.2, math.inf, math.nan]) * fmt.max)
-                .clamp(max=1e38)
-                .requires_grad_()
-            )
+            x = torch.tensor([0.3, 3.0, 1e-3, -0.2, math.inf, math.nan]) * fmt.max
+            x = x.clamp(max=1e38).requires_grad_()
             scale = torch.tensor(1 / factor, requires_grad=True)
             function(x, fmt, scale).backward(incoming)
             assert torch.equal(x.grad, incoming / (1 / factor)) and scale.grad is None, name
@@ -282,18 +267,11 @@ def test_operator_and_bypass_have_the_same_gradient():
 
 def test_compiled_training_step_has_one_graph_for_all_keys():
     counter = torch._dynamo.testing.CompileCounter()
-    step = torch.compile(
-        lambda x, key: fake_quantize(x, "E4M3", 0.5, rounding="stochastic", key=key),
-        fullgraph=True,
-        backend=counter,
-    )
-    x = torch.randn(8, 8)
+    def eager(x, key): return fake_quantize(x, "E4M3", 0.5, rounding="stochastic", key=key)
+    step, x = torch.compile(eager, fullgraph=True, backend=counter), torch.randn(8, 8)
     for i in range(5):
         key = rounding_key(0, torch.tensor(i))
-        assert torch.equal(
-            step(x, key),
-            fake_quantize(x, "E4M3", 0.5, rounding="stochastic", key=rounding_key(0, i)),
-        )
+        assert torch.equal(step(x, key), eager(x, rounding_key(0, i)))
     assert counter.frame_count == 1
 
 
@@ -311,7 +289,7 @@ def test_one_library_serves_formats_lengths_and_scales(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@each("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_the_library_takes_other_dtypes_and_scales_of_rows(dtype):
     x = torch.randn(300, 700, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows = torch.rand(300, 1, generator=torch.Generator().manual_seed(1)) + 0.1
@@ -489,27 +467,22 @@ def test_fake_tensors_and_inference_mode():
     with FakeTensorMode():
         assert fake_quantize(torch.empty(3, 4, dtype=torch.bfloat16), "E4M3", 0.5).shape == (3, 4)
     with torch.inference_mode(): assert rounded([1.07], "E4M3") == [1.125]
-    assert torch.equal(
-        torch.func.vmap(lambda x: fake_quantize(x, "E4M3"))(torch.ones(2, 3)), torch.ones(2, 3)
-    )
+    x = torch.ones(2, 3)
+    assert torch.equal(torch.func.vmap(lambda row: fake_quantize(row, "E4M3"))(x), x)
 
 
 def test_nested_vmap_draws_what_each_draws_alone():
     x, keys = torch.randn(3, 2, 50), torch.tensor([rounding_key(i) for i in range(4)])
     one = lambda x, k: fake_quantize(x, "E2M5", 0.1, rounding="stochastic", key=k)
     nested = torch.func.vmap(torch.func.vmap(one, in_dims=(0, None)), in_dims=(None, 0))(x, keys)
-    assert torch.equal(
-        nested, torch.stack([torch.stack([one(m, int(k)) for m in x]) for k in keys])
-    )
+    alone = torch.stack([torch.stack([one(m, int(k)) for m in x]) for k in keys])
+    assert torch.equal(nested, alone)
 
 
 def test_unregistered_format_travels_through_the_operator():
-    fmt = FP8Format("mine", 4, 2, bias=3, specials="fn")
-    x = torch.randn(100)
-    assert torch.equal(
-        torch.compile(lambda x: fake_quantize(x, fmt), backend="eager", fullgraph=True)(x),
-        fake_quantize(x, fmt),
-    )
+    fmt, x = FP8Format("mine", 4, 2, bias=3, specials="fn"), torch.randn(100)
+    compiled = torch.compile(lambda x: fake_quantize(x, fmt), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), fake_quantize(x, fmt))
 
 
 @pytest.mark.slow
@@ -543,8 +516,8 @@ print(N.library_path().is_file())
     assert again.stdout == "True\n", again.stderr[-1500:]
 
 
-@pytest.mark.parametrize("overflow", ["saturate", "special"])
-@pytest.mark.parametrize("name", ["E4M3", "E5M2", "float8_e4m3fnuz", "float8_e3m4"])
+@each("overflow", ["saturate", "special"])
+@each("name", ["E4M3", "E5M2", "float8_e4m3fnuz", "float8_e3m4"])
 def test_a_histogram_counts_the_codes_of_the_result(name, overflow, path):
     "Whatever an input was: what became NaN has NaN's code, and not that of zero."
     fmt, g = FORMATS[name], torch.Generator().manual_seed(0)
@@ -559,9 +532,11 @@ def test_a_histogram_counts_the_codes_of_the_result(name, overflow, path):
 SMALL = FP8Format("no zero", 4, 3, 7, "none", False, False)
 
 
-@pytest.mark.parametrize("spec", ["E2M1b-20", "E2M1b-30", "E4M3b-60", "E1M2b-125", "E4M3b100", "E4M3b126", "E2M3b140",
-                                  "E7M3b130", SMALL])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@each("spec", [
+    "E2M1b-20", "E2M1b-30", "E4M3b-60", "E1M2b-125", "E4M3b100", "E4M3b126", "E2M3b140", "E7M3b130",
+    SMALL,
+])
+@each("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("path", ["auto", "eager", "compiled"], indirect=True)
 def test_every_code_of_any_bias_is_counted_once(spec, dtype, path):
     fmt = get_format(spec)

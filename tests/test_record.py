@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import weakref
@@ -30,6 +31,7 @@ from altgrad.watching.record import Recorder, lightning_record, transformers_rec
 from altgrad.watching.recording import read_recording
 from altgrad.watching.what_if import read_dump, what_if
 
+from cases import each
 from marks import all_slow_but
 
 
@@ -169,7 +171,7 @@ def test_a_recorder_that_fails_says_so_once_and_the_loop_goes_on(capsys):
     assert capsys.readouterr().err.count("altgrad.record stopped") == 1
 
 
-@pytest.mark.parametrize("model, why", (
+@each("model, why", (
     (nn.ReLU(), "no parameters"), (nn.Linear(3, 3), "another model's"),
     (nn.Linear(3, 3, device="meta"), "another model's"),
 ))
@@ -208,7 +210,7 @@ def test_a_loop_that_never_runs_is_said(capsys):
     assert "no forward pass" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("every", (1, 10))
+@each("every", (1, 10))
 def test_a_layer_on_the_meta_device_is_named_and_one_that_is_not_called_is_none(every):
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -228,7 +230,7 @@ def test_a_compiled_model_is_named(capsys):
         assert "compiled" in recorder.stopped
 
 
-@pytest.mark.parametrize("arguments, words", (
+@each("arguments, words", (
     ((None, None), "must be a torch.nn.Module"), (([], None), "not empty"),
     ((nn.Linear(3, 3), "sgd"), "must be a torch.optim.Optimizer"),
 ))
@@ -297,6 +299,11 @@ def broken(tmp_path):
     return tmp_path / "broken"
 
 
+def copy_of(folder):
+    "What was in a folder, beside it, and nothing that was done to an earlier copy."
+    return shutil.copytree(folder, folder.with_name("copy"), dirs_exist_ok=True)
+
+
 def test_autopsy_of_a_recording(broken, capsys):
     assert main(["autopsy", str(broken)]) == 0
     said = capsys.readouterr().out
@@ -314,7 +321,7 @@ def test_what_if_of_a_dump(broken, capsys):
     ] == ["conv1", "conv2", "fc1", "fc2"]
 
 
-@pytest.mark.parametrize("change, words", (
+@each("change, words", (
     (lambda folder: (folder / "record.npz").write_bytes(b"PK"), "damaged"),
     (lambda folder: (folder / "record.json").write_text("{"), "no recording"),
     (lambda folder: (folder / "record.json").write_text("[1]"), "no recording"),
@@ -323,13 +330,14 @@ def test_what_if_of_a_dump(broken, capsys):
     (lambda folder: (folder / "record.npz").unlink(), "cannot read"),
 ))
 def test_a_damaged_recording_is_refused_in_one_line(broken, change, words, capsys):
-    change(broken)
-    assert main(["autopsy", str(broken)]) == 2
+    folder = copy_of(broken)
+    change(folder)
+    assert main(["autopsy", str(folder)]) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("key, value", (
+@each("key, value", (
     ("facts", [1]), ("facts", []), ("series", 3), ("series", [[1]]), ("steps", None), ("layers", 5),
     ("layers", [{}]), ("facts", [{"loss": "much"}] * 5), ("dtypes", 3), ("forgotten", 3),
     ("facts", [{"loss": 10**400}] * 5), ("steps", [1, 2, 3, 4, 10**400]),
@@ -337,9 +345,9 @@ def test_a_damaged_recording_is_refused_in_one_line(broken, change, words, capsy
     ("layers", [{"name": "a", "kind": "Linear", "fan_in": 10**400, "has_weight": True, "float8": "no"}]),
 ))
 def test_a_recording_with_other_values_is_refused(broken, key, value, capsys):
-    facts = json.loads((broken / "record.json").read_text())
-    (broken / "record.json").write_text(json.dumps({**facts, key: value}))
-    assert main(["autopsy", str(broken)]) == 2
+    folder, facts = copy_of(broken), json.loads((broken / "record.json").read_text())
+    (folder / "record.json").write_text(json.dumps({**facts, key: value}))
+    assert main(["autopsy", str(folder)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -365,10 +373,7 @@ def test_layers_keep_names_of_their_own():
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with altgrad.record(net, optimizer) as recorder, altgrad.stall(net, optimizer, every=1) as meter:
-        for _ in range(2):
-            net(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        loop(net, optimizer, 2, torch.ones(2, 4))
     held = ["h.module.a", "h.a"]
     assert list(meter.tensors) == [
         "scale", "model.weight", "model.bias", "g.weight", "g.module.weight", *(f"{name}.weight" for name in held)]
@@ -386,8 +391,7 @@ def test_a_wrapped_model_has_its_own_names():
         for wrapped in (model, Wrapped(model), Wrapped(Wrapped(model))):
             optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
             with altgrad.record(wrapped, optimizer) as recorder, altgrad.stall(wrapped, optimizer, every=1) as meter:
-                wrapped(torch.ones(1, 2)).sum().backward()
-                optimizer.step()
+                loop(wrapped, optimizer, 1, torch.ones(1, 2))
             assert [x["name"] for x in recorder.recording.layers] == [layer]
             assert [n.rpartition(".")[0] for n in meter.tensors] == ["" if layer == "model" else layer] * 2
 
@@ -412,10 +416,7 @@ def test_a_recorder_that_fails_leaves_other_hooks_alone(monkeypatch, capsys):
     optimizer.register_step_post_hook(lambda *args: seen.append("after"))
     def fails(self): raise RuntimeError("planted")
     monkeypatch.setattr("altgrad.watching.record._Steps.before", fails)
-    for _ in range(3):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    loop(model, optimizer, 3, torch.ones(2, 4))
     assert seen == ["before", "after"] * 3 and "planted" in recorder.stopped
     assert capsys.readouterr().err.count("planted") == 1
     recorder.stop()
@@ -436,20 +437,26 @@ def test_a_mask_of_minus_infinity_is_no_data_that_is_broken():
     assert recorder.cause is None
 
 
-def test_two_models_against_each_other_have_no_gradient_that_was_forgotten():
+def two_in_turn(iterations: int, tells: bool, **how) -> Recorder:
+    "The recorder of two models against each other, each with an optimizer."
     torch.manual_seed(0)
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (one, other)]
-    with altgrad.record([one, other], optimizers) as recorder:
-        for _ in range(6):
+    with altgrad.record([one, other], optimizers, **how) as recorder:
+        loss = recorder.loss if tells else lambda loss: loss
+        for _ in range(iterations):
             made = one(torch.randn(8, 4))
             optimizers[1].zero_grad()
-            recorder.loss((other(made.detach()) - other(torch.randn(8, 4))).mean()).backward()
+            loss((other(made.detach()) - other(torch.randn(8, 4))).mean()).backward()
             optimizers[1].step()
             optimizers[0].zero_grad()
-            recorder.loss(-other(made).mean()).backward()
+            loss(-other(made).mean()).backward()
             optimizers[0].step()
-    assert recorder.cause is None
+    return recorder
+
+
+def test_two_models_against_each_other_have_no_gradient_that_was_forgotten():
+    assert two_in_turn(6, tells=True).cause is None
 
 
 # what was named wrongly once
@@ -493,7 +500,7 @@ class Spared(nn.Module):
     def forward(self, x): return self.b(self.a(x)[..., :16])
 
 
-@pytest.mark.parametrize("broke", (4, 20))
+@each("broke", (4, 20))
 def test_an_outlier_that_did_no_harm_is_not_what_broke(broke):
     model = Spared()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -517,7 +524,7 @@ def test_an_outlier_that_overflows_is_what_broke():
     assert (cause.kind, cause.layer, cause.step) == ("outlier channel", "0", 5)
 
 
-@pytest.mark.parametrize("strange", ("a last layer of zeros", "one layer of zeros", "an embedding that is the head"))
+@each("strange", ("a last layer of zeros", "one layer of zeros", "an embedding that is the head"))
 def test_a_strange_beginning_that_a_run_outlived_is_not_what_broke(strange):
     "Data that break a run at step 60 are named, and not what its first step looked like."
     torch.manual_seed(0)
@@ -545,7 +552,7 @@ def test_a_recording_of_no_step_is_an_empty_figure():
     assert altgrad.record(model, torch.optim.SGD(model.parameters(), lr=0.1)).plot().axes
 
 
-@pytest.mark.parametrize("layer", (nn.Linear(8, 8), nn.LayerNorm(8)), ids=("linear", "norm"))
+@each("layer", (nn.Linear(8, 8), nn.LayerNorm(8)))
 def test_a_number_that_is_not_finite_in_a_bias_is_not_the_layers_arithmetic(layer):
     model = nn.Sequential(nn.Linear(8, 8), layer)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -577,22 +584,22 @@ def test_a_step_that_makes_nan_of_finite_numbers_is_named():
     assert (cause.kind, cause.layer, cause.step) == ("NaN from the optimizer", "0", 1)
 
 
-@pytest.mark.parametrize("rate", (math.nan, math.inf))
+@each("rate", (math.nan, math.inf))
 def test_a_rate_that_is_no_number_is_named(rate, tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    sgd, folder = torch.optim.SGD(model.parameters(), lr=0.01), tmp_path / str(rate)
     def before(step): sgd.param_groups[0]["lr"] = rate if step >= 5 else 0.01
-    with altgrad.record(model, sgd, folder=tmp_path, every=1) as recorder:
+    with altgrad.record(model, sgd, folder=folder, every=1) as recorder:
         steps_of(model, sgd, recorder.loss, 7, before)
-    for cause in (recorder.cause, first_cause(read_recording(tmp_path))):
+    for cause in (recorder.cause, first_cause(read_recording(folder))):
         assert (cause.kind, cause.layer, cause.step) == ("rate is not finite", "", 5)
         assert f"rate is {rate}" in cause.said
 
 
-@pytest.mark.parametrize("every", (1, 10))
+@each("every", (1, 10))
 def test_recorder_and_autopsy_agree_on_a_slow_divergence(tmp_path, capsys, every):
     "The loss grows by 1 % a step: the last 16 steps alone do not show that it has tripled."
-    model = nn.Linear(8, 8)
+    model, tmp_path = nn.Linear(8, 8), tmp_path / str(every)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     with altgrad.record(model, sgd, folder=tmp_path, last=16, every=every) as recorder:
         x = torch.randn(4, 8)
@@ -633,7 +640,7 @@ def test_conv1d_of_transformers_is_a_linear_layer(tmp_path):
     assert [one.layer for one in lost] == ["0", "2"] and all(0 < one.error_weight < 0.1 for one in lost)
 
 
-@pytest.mark.parametrize("attend", ("self", "cross"))
+@each("attend", ("self", "cross"))
 def test_both_products_of_attention_are_dumped(tmp_path, attend):
     class Attends(nn.Module):
         def __init__(self):
@@ -642,6 +649,7 @@ def test_both_products_of_attention_are_dumped(tmp_path, attend):
 
         def forward(self, x): return self.heads(x, *((x, x) if attend == "self" else (x * 2, x * 2)))[0]
     torch.manual_seed(0)
+    tmp_path /= attend
     model, x = Attends(), torch.randn(4, 6, 8)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     with altgrad.record(model, sgd, folder=tmp_path, dump=True, every=1) as recorder:
@@ -655,7 +663,7 @@ def test_both_products_of_attention_are_dumped(tmp_path, attend):
     assert (0 < found["heads"].error_output < 0.1) is (attend == "self")
 
 
-@pytest.mark.parametrize("layers, words", (
+@each("layers, words", (
     ({"a": {"input": torch.ones(4, 3), "weight": torch.ones(5, 7)}}, "input"),
     ({"a": {"gradient": torch.ones(4, 3), "weight": torch.ones(5, 7)}}, "gradient"),
     ({"a": {"input": torch.ones(4, 7), "gradient": torch.ones(3, 5), "weight": torch.ones(5, 7)}}, "rows"),
@@ -678,24 +686,13 @@ def test_a_dump_whose_tensors_do_not_fit_is_refused_in_one_line(layers, words, t
 
 
 def test_two_optimizers_in_turn_make_one_step_an_iteration():
-    torch.manual_seed(0)
-    one, other = nn.Linear(4, 4), nn.Linear(4, 1)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (one, other)]
-    with altgrad.record([one, other], optimizers, every=1) as recorder:
-        for _ in range(10):
-            made = one(torch.randn(8, 4))
-            optimizers[1].zero_grad()
-            (other(made.detach()) - other(torch.randn(8, 4))).mean().backward()
-            optimizers[1].step()
-            optimizers[0].zero_grad()
-            (-other(made).mean()).backward()
-            optimizers[0].step()
+    recorder = two_in_turn(10, tells=False, every=1)
     assert recorder.recording.steps == list(range(1, 11)) and recorder.cause is None
 
 
-@pytest.mark.parametrize("each", (1, 3))
-def test_an_optimizer_that_rests_ends_no_step_and_holds_none_up(each):
-    "The second optimizer steps once in `each` iterations, and at first not at all."
+@each("pace", (1, 3))
+def test_an_optimizer_that_rests_ends_no_step_and_holds_none_up(pace):
+    "The second optimizer steps once in `pace` iterations, and at first not at all."
     torch.manual_seed(0)
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (one, other)]
@@ -703,7 +700,7 @@ def test_an_optimizer_that_rests_ends_no_step_and_holds_none_up(each):
         for i in range(24):
             other(one(torch.randn(8, 4))).square().mean().backward()
             optimizers[0].step()
-            if i >= 12 and i % each == 0: optimizers[1].step()
+            if i >= 12 and i % pace == 0: optimizers[1].step()
             for o in optimizers: o.zero_grad()
     # the first iteration waits for the second optimizer, which does not come
     assert 22 <= len(recorder.recording.steps) <= 24 and recorder.cause is None
@@ -733,7 +730,7 @@ class Checkpointed(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize("every", (1, 10))
+@each("every", (1, 10))
 def test_layers_in_a_checkpoint_have_the_places_of_the_forward_pass(every):
     found = {}
     for reentrant in (None, False, True):
@@ -771,14 +768,14 @@ def two_paces(every: int, parts: bool, cleared: str) -> Recorder:
     return recorder
 
 
-@pytest.mark.parametrize("cleared", ("after", "before"))
-@pytest.mark.parametrize("parts", (False, True))
+@each("cleared", ("after", "before"))
+@each("parts", (False, True))
 @pytest.mark.parametrize("every", (1, 2, 5, 10))
 def test_an_optimizer_that_accumulates_beside_another_is_not_accused(every, parts, cleared):
     assert two_paces(every, parts, cleared).cause is None
 
 
-@pytest.mark.parametrize("cleared", ("not 0", "not 1"))
+@each("cleared", ("not 0", "not 1"))
 @pytest.mark.parametrize("every", (1, 2, 5, 10))
 def test_one_of_two_optimizers_whose_gradients_are_never_cleared_is_named(every, cleared):
     cause = two_paces(every, False, cleared).cause
@@ -803,7 +800,7 @@ def attacked(model, optimizer, x, how: str):
     return loss
 
 
-@pytest.mark.parametrize("every", (1, 4))
+@each("every", (1, 4))
 @pytest.mark.parametrize("how", ("grad", "grad, zeros", "grad, kept", "backward", "backward, zeros", "by hand"))
 def test_gradients_are_kept_where_a_backward_pass_adds_to_them(how, every):
     torch.manual_seed(0)
@@ -817,7 +814,7 @@ def test_gradients_are_kept_where_a_backward_pass_adds_to_them(how, every):
     assert not recorder.stopped and (cause and cause.kind) == ("gradients not cleared" if "kept" in how else None)
 
 
-@pytest.mark.parametrize("every", (1, 4))
+@each("every", (1, 4))
 def test_a_scaler_skips_a_fused_step_as_another_one(every):
     "A skipped step is none, and gradients have no scale."
     found = []
@@ -840,7 +837,7 @@ def test_a_scaler_skips_a_fused_step_as_another_one(every):
     for what in ("amax", "elements", "inf"): assert np.array_equal(same(a, what), same(b, what), equal_nan=True)
 
 
-@pytest.mark.parametrize("every", (1, 4))
+@each("every", (1, 4))
 def test_a_layer_that_is_frozen_has_no_gradient_that_could_be_kept(every):
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     model[0].requires_grad_(False)
@@ -876,8 +873,8 @@ def test_what_transforms_call_stops_no_recorder():
     assert not recorder.stopped and recorder.cause is None and recorder.recording.steps == [1, 2, 3]
 
 
-@pytest.mark.parametrize("every", (1, 4))
-@pytest.mark.parametrize("kind", ("spectral_norm", "weight_norm"))
+@each("every", (1, 4))
+@each("kind", ("spectral_norm", "weight_norm"))
 def test_a_weight_with_a_parametrization_is_left_alone(kind, every):
     "To read one of a spectral norm is an iteration of its vectors."
     def run(watched):
@@ -973,7 +970,7 @@ def test_the_ring_keeps_the_last_measured_steps_too():
     assert recorded(run, every=5, last=3).recording.steps == [1, 10, 15, 20, 21, 22, 23]
 
 
-@pytest.mark.parametrize("every", (0, 2.0, True, None))
+@each("every", (0, 2.0, True, None))
 def test_every_is_a_number_of_steps(every):
     layer = nn.Linear(3, 3)
     with pytest.raises(InputError, match="every must be"):
@@ -1039,8 +1036,8 @@ ONE_CALL = {
 }
 
 
-@pytest.mark.parametrize("kind", ("closure", "keyword"))
-@pytest.mark.parametrize("every", (1, 5))
+@each("kind", ("closure", "keyword"))
+@each("every", (1, 5))
 @pytest.mark.parametrize("build", ONE_CALL.values(), ids=ONE_CALL)
 def test_gradients_of_a_closure_are_those_of_its_own_step(build, every, kind):
     inside, before = closed_loop(kind, build, every), closed_loop("before", build, every)
@@ -1051,7 +1048,7 @@ def test_gradients_of_a_closure_are_those_of_its_own_step(build, every, kind):
     assert np.isfinite(a.get("0", "weight update", "squares")).all()
 
 
-@pytest.mark.parametrize("every", (1, 3))
+@each("every", (1, 3))
 def test_a_closure_that_is_called_many_times_is_one_step(every):
     recorder = closed_loop("closure", lambda p: torch.optim.LBFGS(p, lr=0.01, max_iter=4), every)
     r = recorder.recording
@@ -1078,8 +1075,8 @@ def test_a_closure_that_is_never_called_and_one_that_fails():
     assert recorder.cause is None and not recorder.stopped
 
 
-@pytest.mark.parametrize("where", ("step", "closure"))
-@pytest.mark.parametrize("every", (1, 4))
+@each("where", ("step", "closure"))
+@each("every", (1, 4))
 def test_a_step_that_fails_takes_no_other_step_with_it(where, every):
     class Nested(torch.optim.AdamW):
         def step(self, closure=None):
@@ -1122,7 +1119,7 @@ def another(kind: str, steps: int = 3):
 
 
 @pytest.mark.parametrize("make", (altgrad.record, altgrad.stall))
-@pytest.mark.parametrize("kind", ("ours", "another model's", "an average's"))
+@each("kind", ("ours", "another model's", "an average's"))
 def test_an_optimizer_that_takes_the_place_of_another_is_said_once(kind, make, capsys):
     model, first, second = another(kind)
     told = lambda loss: loss
@@ -1154,7 +1151,7 @@ class Around(torch.optim.Optimizer):
     def step(self, closure=None): return self.held.step()
 
 
-@pytest.mark.parametrize("watched", ("inner", "outer"))
+@each("watched", ("inner", "outer"))
 @pytest.mark.parametrize("make", (altgrad.record, altgrad.stall))
 def test_an_optimizer_within_another_is_no_stranger(make, watched, capsys):
     model, inner, _ = another("ours")
@@ -1404,7 +1401,7 @@ def test_with_accelerate_and_a_wrapped_optimizer():
     assert (cause.kind, cause.layer, cause.step) == ("zero scale", "down", 3)
 
 
-@pytest.mark.parametrize("make", (
+@each("make", (
     lambda: lightning_record(every=0), lambda: lightning_record(last="5"), lambda: lightning_record(dump=True),
     lambda: transformers_record(None, every=1.5),
 ))
@@ -1460,7 +1457,7 @@ def test_a_loop_that_never_steps_is_told_so(capsys):
     assert said in recorder.finding and capsys.readouterr().err.count(said) == 1
 
 
-@pytest.mark.parametrize("every", (1, 2, 3))
+@each("every", (1, 2, 3))
 def test_one_spike_is_no_divergence_however_often_the_loss_is_told(every):
     from altgrad.watching.cause import diverges, usual_losses
     losses = np.full(24, np.nan)

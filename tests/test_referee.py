@@ -36,6 +36,7 @@ from altgrad.numbers.referee import (
     HYPOTHESES, INF, Program, Quantizer, inputs, judge, judge_apart, render_verdict,
 )
 
+from cases import each
 from marks import all_slow_but
 
 SIGN = 0x80000000
@@ -83,7 +84,7 @@ def test_a_right_quantizer_of_half_precision_conforms(planted):
     assert verdict.judged == {verdict.dtype: scales * 2**16 - nan}
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@each("dtype", ("bfloat16", "float16"))
 def test_a_function_of_half_precision_gets_every_number_of_it(dtype):
     "What is given, in order, is all patterns of the type; a NaN keeps its payload."
     given, own = [], getattr(torch, dtype)
@@ -125,7 +126,7 @@ OURS = [
 ]
 
 
-@pytest.mark.parametrize("name, rounding, overflow", OURS)
+@each("name, rounding, overflow", OURS)
 def test_this_package_conforms(name, rounding, overflow):
     ours = partial(quantize, fmt=name, rounding=rounding, overflow=overflow)
     verdict = judge(lambda x: ours(x), name, rounding, overflow)
@@ -137,14 +138,14 @@ def test_this_package_divides_by_its_scale():
     assert verdict.conforms, str(verdict)
 
 
-@pytest.mark.parametrize("name", ("E0M7", "E2M1", "E4M3", "E5M2", "E7M0"))
+@each("name", ("E0M7", "E2M1", "E4M3", "E5M2", "E7M0"))
 def test_stochastic_rounding_of_this_package_conforms(name):
     def ours(x, seed): return quantize(x, name, rounding="stochastic", key=rounding_key(seed))
     verdict = judge(ours, name, "stochastic", signature="x, seed")
     assert verdict.conforms, str(verdict)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@each("seed", range(8))
 def test_a_right_function_is_not_accused_by_chance(seed):
     draw = np.random.default_rng(seed)
     def between(x):
@@ -169,7 +170,7 @@ GFLOAT = {"E2M1": format_info_ocp_e2m1, "E2M3": format_info_ocp_e2m3,
 
 
 @pytest.mark.parametrize("name", GFLOAT)
-@pytest.mark.parametrize("rounding", ("nearest", "toward_zero", "up", "down", "away"))
+@each("rounding", ("nearest", "toward_zero", "up", "down", "away"))
 def test_gfloat_conforms(name, rounding):
     modes = {"nearest": "TiesToEven", "toward_zero": "TowardZero", "up": "TowardPositive",
              "down": "TowardNegative", "away": "TiesToAway"}
@@ -194,7 +195,7 @@ def of_torchao(mode: str, dtype: torch.dtype):
     return scales
 
 
-@pytest.mark.parametrize("name, dtype", (
+@each("name, dtype", (
     ("E4M3", torch.float8_e4m3fn), ("E5M2", torch.float8_e5m2), ("E2M1", torch.float4_e2m1fn_x2)))
 @pytest.mark.parametrize("mode", ("FLOOR", "CEIL", "EVEN"))
 def test_scales_of_torchao_conform(mode, name, dtype):
@@ -336,14 +337,14 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+@each("case", HOSTILE)
 def test_what_cannot_be_judged_is_said_in_one_line(case):
     f, why = HOSTILE[case]
     with pytest.raises(InputError, match=why) as e: judge(f, "E4M3")
     assert len(str(e.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("f, why", (
+@each("f, why", (
     (lambda x: x.mul_(2), "changes its input"),
     (lambda x: x.double(), "returns float64, not bfloat16"),
     (lambda x: x.half(), "returns float16, not bfloat16"),
@@ -354,7 +355,7 @@ def test_a_function_of_half_precision_that_cannot_be_judged(f, why):
     with pytest.raises(InputError, match=why): judge(f, "E4M3", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("asks, why", (
+@each("asks, why", (
     (dict(format="E4M4"), "unknown format"),
     (dict(dtype="bfloat61"), "did you mean bfloat16"),
     (dict(dtype="bfloat16", arrays="numpy"), "numpy has no bfloat16"),
@@ -395,7 +396,7 @@ def test_a_product_beyond_float32_is_held_against_nobody(fmt):
     assert judge(right, fmt, signature="x, scale -> q * scale").conforms
 
 
-@pytest.mark.parametrize("f, arrays, hint", (
+@each("f, arrays, hint", (
     (lambda x: x.astype("f4"), "torch", "with --numpy it gets an array"),
     (lambda x: x.clamp(0), "numpy", "without --numpy it gets a torch tensor"),
 ))
@@ -534,7 +535,7 @@ def test_json_is_json_whatever_a_function_writes(foreign, capfd):
     assert code == 0 and json.loads(out)["conforms"] is True
 
 
-@pytest.mark.parametrize("argv, why", (
+@each("argv, why", (
     ((), "--format"),
     (("--format", "E4M3"), "name one of the two"),
     (("mine.py:right", "--format", "E4M3", "--binary", "cat"), "name one of the two"),
@@ -668,7 +669,7 @@ def test_a_sweep_resumes_where_it_was_killed(tmp_path, short):
     assert fault.input.startswith("0x00312345") and fault.given == "0x3F80 = 1"
 
 
-@pytest.mark.parametrize("middle", (INF, SIGN, SIGN + INF))
+@each("middle", (INF, SIGN, SIGN + INF))
 def test_a_sweep_passes_infinity_nan_and_minus_zero(tmp_path, short, middle):
     state, start = tmp_path / "s", middle - 2**20
     ask = partial(judge, format="E4M3", everything=state, last=middle + 2**20)

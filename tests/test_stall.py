@@ -27,7 +27,9 @@ from altgrad.model.surgery import quantize_model
 from altgrad.watching.attempt import AT_A_TIME, attempt_alone
 from altgrad.watching.stall import FORGOTTEN, AT_ONCE, WATCHED, lightning_stall
 
-BOTH = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+from cases import each
+
+BOTH = each("dtype", (torch.bfloat16, torch.float32))
 
 
 class Block(nn.Module):
@@ -121,7 +123,7 @@ class AdamWithRoundedSums(AdamWithRoundedUpdates):
     decays_apart = False
 
 
-@pytest.mark.parametrize("kind", (AdamWithRoundedUpdates, AdamWithRoundedSums))
+@each("kind", (AdamWithRoundedUpdates, AdamWithRoundedSums))
 def test_decay_that_is_rounded_with_the_rest_is_no_alarm(kind):
     "12,000 weights whose decay of 1e-4 is about a fiftieth of a spacing: some two hundred move."
     model = network()
@@ -132,7 +134,7 @@ def test_decay_that_is_rounded_with_the_rest_is_no_alarm(kind):
 
 
 @BOTH
-@pytest.mark.parametrize("lr", (6e-6, 6e-7), ids=("Automodel#3444", "torchtune#2254"))
+@each("lr", (6e-6, 6e-7), ids=("Automodel#3444", "torchtune#2254"))
 def test_small_rates_round_back(lr, dtype, capsys):
     """NVIDIA-NeMo/Automodel#3444: at 6e-6 many AdamW steps round back to the same bfloat16 value.
     meta-pytorch/torchtune#2254: very bad convergence with bf16, at 6e-7."""
@@ -147,7 +149,7 @@ def test_small_rates_round_back(lr, dtype, capsys):
         assert told.startswith("altgrad.stall, step 1: 8 of 8 tensors stall in bfloat16")
 
 
-@pytest.mark.parametrize("lr", (1e-6, 4e-6, 5e-5))
+@each("lr", (1e-6, 4e-6, 5e-5))
 @pytest.mark.parametrize("kind", (torch.optim.AdamW, torch.optim.RAdam))
 @BOTH
 def test_decay_is_lost_where_the_factor_says_so(kind, dtype, lr, capsys):
@@ -168,7 +170,7 @@ def test_decay_is_lost_where_the_factor_says_so(kind, dtype, lr, capsys):
     assert ("weight decay" in capsys.readouterr().err) is lost
 
 
-@pytest.mark.parametrize("broken", (5, None), ids=("an element", "all"))
+@each("broken", (5, None), ids=("an element", "all"))
 def test_updates_that_are_not_finite_are_said_and_not_counted(broken):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 8, bias=False))
@@ -199,10 +201,10 @@ def by_hand(kind: str, w, g, m, v, step: int, lr: float, decay: float):
 def plain(t: torch.Tensor) -> np.ndarray: return t.detach().double().numpy()
 
 
-@pytest.mark.parametrize("kind,dtype", (
+@each("kind,dtype", (
     *((kind, dtype) for kind in ("SGD", "AdamW") for dtype in (torch.bfloat16, torch.float32)),
     ("SGD", torch.float16),  # Adam's second moments underflow in it
-), ids=str)
+))
 def test_the_attempt_is_the_formula(kind, dtype):
     torch.manual_seed(2)
     p = nn.Parameter(torch.randn(500).to(dtype))
@@ -222,7 +224,7 @@ def test_the_attempt_is_the_formula(kind, dtype):
         o.step()
 
 
-@pytest.mark.parametrize("lr", (1e-2, 1e-3, 1e-4))
+@each("lr", (1e-2, 1e-3, 1e-4))
 def test_counts_against_exact_rounding(lr):
     "Counts of bfloat16 against numpy and ml_dtypes, which know nothing of torch."
     torch.manual_seed(3)
@@ -294,7 +296,7 @@ class InEightBits(torch.optim.Optimizer):
             p.copy_((p.float() - self.param_groups[0]["lr"] * p.grad.float()).to(p.dtype))
 
 
-@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2), ids=str)
+@each("dtype", (torch.float8_e4m3fn, torch.float8_e5m2))
 def test_parameters_in_eight_bits(dtype):
     torch.manual_seed(5)
     model = nn.Module()
@@ -518,7 +520,7 @@ def test_lbfgs_with_its_closure_is_not_measured_and_goes_on():
     assert loss().item() < before and "takes a closure" in meter.finding
 
 
-@pytest.mark.parametrize("fused", (False, True))
+@each("fused", (False, True))
 def test_a_scaler_skips_a_step(fused):
     "Before a step, or within a fused one, gradients are divided by the scale or the step is left."
     model, scaler = network(torch.float32), torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -649,7 +651,7 @@ def test_memory_where_an_optimizer_is_not_torchs(dtype, each, kahan):
 # bad input
 
 
-@pytest.mark.parametrize("model,optimizer,every,said", (
+@each("model,optimizer,every,said", (
     ("gpt2", None, 20, "model must be a torch.nn.Module"),
     (None, "adamw", 20, "optimizer must be a torch.optim.Optimizer"),
     (None, [], 0, "every must be a whole number of steps"),
@@ -663,7 +665,7 @@ def test_arguments_of_the_wrong_kind(model, optimizer, every, said):
     with pytest.raises(InputError, match=said): altgrad.stall(model, optimizer, every)
 
 
-@pytest.mark.parametrize("model,said", (
+@each("model,said", (
     (nn.ReLU(), "the model has no parameters"),
     (nn.Linear(2, 2), "no parameter of the optimizer is one of the model's"),
 ))
@@ -752,7 +754,7 @@ def test_a_model_that_is_cast_during_the_run_is_said_once(capsys):
     assert "since then they are not measured" in meter.finding and "since then" in str(meter)
 
 
-@pytest.mark.parametrize("told_to", ("the optimizer too", "the model alone"))
+@each("told_to", ("the optimizer too", "the model alone"))
 def test_a_parameter_that_takes_the_place_of_another(told_to, capsys):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -791,8 +793,8 @@ def test_an_error_of_the_loop_is_the_loops():
     assert not optimizer._optimizer_step_pre_hooks
 
 
-@pytest.mark.parametrize("shape", ((108, 36), (8, 768), (144, 48), (180, 60), (2100,), (100, 30), (50, 41), (4095,)))
-@pytest.mark.parametrize("first", (1e-1, 1e-4))
+@each("shape", ((108, 36), (8, 768), (144, 48), (180, 60), (2100,), (100, 30), (50, 41), (4095,)))
+@each("first", (1e-1, 1e-4))
 def test_the_elements_that_are_watched_are_from_the_whole_tensor(shape, first):
     "Half of a tensor's updates are too small; both halves are watched, in proportion."
     w = torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
@@ -809,7 +811,7 @@ def test_the_elements_that_are_watched_are_from_the_whole_tensor(shape, first):
     assert row.watched == min(n, 2048)
 
 
-@pytest.mark.parametrize("kind", (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.ASGD))
+@each("kind", (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.ASGD))
 def test_parameters_without_dimensions_are_measured(kind):
     class Gates(torch.nn.Module):
         def __init__(self):
@@ -1021,7 +1023,7 @@ def test_a_layer_that_no_optimizer_holds_is_named():
     assert not meter.tensors["1.weight"].moved and "1.bias" not in meter.tensors
 
 
-@pytest.mark.parametrize("make", [
+@each("make", [
     lambda: altgrad.stall([], torch.optim.SGD([nn.Parameter(torch.ones(1))])),
     lambda: altgrad.stall(nn.Linear(1, 1), []),
     lambda: lightning_stall(every=0),

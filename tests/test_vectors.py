@@ -30,6 +30,8 @@ from altgrad.numbers.vectors import (COLUMNS, ELEMENTS, ROUNDINGS, SCALE_RULES,
                                      VECTOR_FORMATS, Vectors, checksums, draws_outer,
                                      make_files, make_points, make_runs, policies_of, turn,
                                      write_vectors)
+
+from cases import each
 from old import OLD_TORCH
 
 TESTS = Path(__file__).resolve().parent
@@ -56,6 +58,7 @@ def exact():
     return script
 
 
+@cache
 def table(vectors, kind, **facts):
     "A table's columns as arrays."
     return {name: np.array(column) for name, column in vectors.table(kind, **facts).items()}
@@ -89,8 +92,8 @@ def floats(patterns):
     return torch.from_numpy(np.asarray(patterns).astype(np.uint32).view(np.float32).copy())
 
 
-CASES = [(name, rounding, overflow) for name in VECTOR_FORMATS for rounding in ROUNDINGS
-         for overflow in policies_of(get_format(name))]
+POLICIES = [(n, policy) for n in VECTOR_FORMATS for policy in policies_of(get_format(n))]
+JUDGED = [(n, policy) for n, policy in POLICIES if policy != "propagate"]
 
 
 def codes_of(fmt, values):
@@ -107,7 +110,8 @@ def codes_of(fmt, values):
     return np.array(codes)[at.numpy()]
 
 
-@pytest.mark.parametrize("name, rounding, overflow", [c for c in CASES if c[2] != "propagate"])
+@each("name, overflow", JUDGED)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_package(vectors, name, rounding, overflow):
     """The package's quantizer gives the first answer to every input, where there is no sign any
     right one, and keeps NaN in every format."""
@@ -128,7 +132,7 @@ ML_DTYPES = {  # name -> what it does with what overflows: it has one policy a f
 DTYPES = {"E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2"}
 
 
-@pytest.mark.parametrize("name", ML_DTYPES)
+@each("name", ML_DTYPES)
 def test_ml_dtypes(vectors, name):
     "ml_dtypes' cast is a right answer."
     dtype = getattr(ml_dtypes, DTYPES.get(name, name))
@@ -160,7 +164,7 @@ TORCH = {
 }
 
 
-@pytest.mark.parametrize("name", TORCH)
+@each("name", TORCH)
 def test_torch(vectors, name):
     "torch's cast is a right answer; that to infinity differs between its versions."
     dtype = getattr(torch, DTYPES.get(name, name))
@@ -194,8 +198,8 @@ MODES = {"nearest": RoundMode.TiesToEven, "away": RoundMode.TiesToAway,
          "down": RoundMode.TowardNegative}
 
 
-@pytest.mark.parametrize("name, rounding, overflow", [
-    c for c in CASES if c[0] in GFLOAT and c[2] != "propagate"])
+@each("name, overflow", [case for case in JUDGED if case[0] in GFLOAT])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_gfloat(vectors, name, rounding, overflow):
     "gfloat's rounding is a right answer."
     for x, *row in everything(vectors, name, rounding, overflow):
@@ -217,7 +221,7 @@ def beside(fmt):
     return floats(near[(near >= 0) & (near < 2**32)])
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@each("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in VECTOR_FORMATS])
 def test_wide(name, rounding):
     "To formats that have no vectors the package rounds as gfloat does."
@@ -252,7 +256,7 @@ def test_raise(exact, name):
         assert torch.equal(q, quantize(x, fmt, rounding=rounding)) and len(x) > fmt.magnitudes
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "away"])
+@each("rounding", ["nearest", "away"])
 def test_one_digit_ties(vectors, rounding):
     "ml_dtypes and torch give ties in E8M0 to the larger, gfloat and the package to the even code."
     runs = table(vectors, "runs", format="float8_e8m0fnu", input="float32", rounding=rounding,
@@ -269,26 +273,26 @@ def test_one_digit_ties(vectors, rounding):
     assert ties.sum() >= named.sum()
 
 
-def test_propagate(vectors):
+@each("name", [name for name, policy in POLICIES if policy == "propagate"])
+@each("rounding", ROUNDINGS)
+def test_propagate(vectors, name, rounding):
     "The policy saturates all that is finite and keeps infinity."
-    for name, rounding, overflow in CASES:
-        if overflow != "propagate": continue
-        tables = {policy: list(everything(vectors, name, rounding, policy))
-                  for policy in ("saturate", "propagate", "special")}
-        for kept, given, special in zip(*tables.values()):
-            finite = np.isfinite(kept[0])
-            assert (given[1][finite] == kept[1][finite]).all()
-            assert (given[1][~finite] == special[1][~finite]).all()
+    policies = ("saturate", "propagate", "special")
+    tables = (everything(vectors, name, rounding, policy) for policy in policies)
+    for kept, given, special in zip(*tables, strict=True):
+        finite = np.isfinite(kept[0])
+        assert (given[1][finite] == kept[1][finite]).all()
+        assert (given[1][~finite] == special[1][~finite]).all()
 
 
 RULES = {"floor": ScaleCalculationMode.FLOOR, "ceil": ScaleCalculationMode.CEIL,
          "rceil": ScaleCalculationMode.RCEIL, "even": ScaleCalculationMode.EVEN}
 TORCHAO = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2, "float6_e3m2fn": "fp6_e3m2",
            "float6_e2m3fn": "fp6_e2m3", "float4_e2m1fn": torch.float4_e2m1fn_x2}
-MX_CASES = [(name, rule) for name in ELEMENTS for rule in SCALE_RULES]
 
 
-@pytest.mark.parametrize("name, rule", MX_CASES)
+@each("name", ELEMENTS)
+@pytest.mark.parametrize("rule", SCALE_RULES)
 def test_torchao_scales(vectors, name, rule):
     "torchao's scale of a block is a right answer, for amax on and beside every boundary."
     at = table(vectors, "scale_boundary", format=name, rule=rule)
@@ -304,7 +308,7 @@ def test_torchao_scales(vectors, name, rule):
     assert not bad.any(), (at["input"][bad][:4], given[bad][:4], at["code"][bad][:4])
 
 
-@pytest.mark.parametrize("name", ELEMENTS)
+@each("name", ELEMENTS)
 def test_package_scales(vectors, name):
     "The package's power of two, which lets nothing overflow, is the scale of `rceil`."
     at = table(vectors, "scale_boundary", format=name, rule="rceil")
@@ -313,7 +317,8 @@ def test_package_scales(vectors, name):
     assert (torch.frexp(scale)[1].numpy() + 126 == at["code"][keep]).all()
 
 
-@pytest.mark.parametrize("name, rule", MX_CASES)
+@each("name", ELEMENTS)
+@pytest.mark.parametrize("rule", SCALE_RULES)
 def test_torchao_elements(vectors, name, rule):
     "torchao's elements are right."
     scales = table(vectors, "mx_scales", format=name, rule=rule)
@@ -331,7 +336,7 @@ def test_torchao_elements(vectors, name, rule):
     assert not bad.any(), (elements["input"][bad][:4], given[bad][:4], elements["code"][bad][:4])
 
 
-@pytest.mark.parametrize("name", ELEMENTS)
+@each("name", ELEMENTS)
 def test_package_blocks(vectors, name):
     "The package's MX scale is the floor's, and its elements are right."
     scales = table(vectors, "mx_scales", format=name, rule="floor")
@@ -396,7 +401,7 @@ STOCHASTIC = {"truncate": RoundMode.StochasticFastest, "midpoint": RoundMode.Sto
               "nearest": RoundMode.Stochastic}
 
 
-@pytest.mark.parametrize("name", [n for n in VECTOR_FORMATS if n in GFLOAT])
+@each("name", [n for n in VECTOR_FORMATS if n in GFLOAT])
 @pytest.mark.parametrize("convention", STOCHASTIC)
 def test_gfloat_draws(vectors, name, convention):
     "gfloat, given the same random bits, draws the same codes."
@@ -411,7 +416,7 @@ def test_gfloat_draws(vectors, name, convention):
         assert (given == draws[convention][rows]).all()
 
 
-@pytest.mark.parametrize("name", [n for n in VECTOR_FORMATS if get_format(n).signed])
+@each("name", [n for n in VECTOR_FORMATS if get_format(n).signed])
 def test_odds(vectors, name):
     "The expected value is the input, wherever it is within the limits."
     odds = table(vectors, "stochastic_odds", format=name)
@@ -458,7 +463,7 @@ def program(tmp_path_factory):
     return build
 
 
-@pytest.mark.parametrize("fault, found", [
+@each("fault, found", [
     (0, "0 of 4"), (1, "3a800000 gives 01, not 00"),  # 2^-10, half of the smallest
     (2, "3a800001 gives 00, not 01")])
 def test_c_program(vectors, program, tmp_path, fault, found):
@@ -475,33 +480,33 @@ def test_c_program(vectors, program, tmp_path, fault, found):
 
 PLAIN = """
 import json, struct, sys
-folder, which = sys.argv[1], json.loads(sys.argv[2])
+folder, tables = sys.argv[1], []
 index = json.load(open(folder + "/index.json"))
-table, = (t for t in index["tables"] if which.items() <= t.items())
-at, data = table["offset"], open(folder + "/" + table["file"], "rb").read()
-columns = {}
-for name, letter in index["columns"][table["kind"]].items():
-    layout = "<%d%s" % (table["rows"], {"u1": "B", "u4": "I"}[letter])
-    columns[name] = struct.unpack_from(layout, data, at)
-    at += struct.calcsize(layout)
+for which in json.loads(sys.argv[2]):
+    table, = (t for t in index["tables"] if which.items() <= t.items())
+    at, data = table["offset"], open(folder + "/" + table["file"], "rb").read()
+    columns = {}
+    for name, letter in index["columns"][table["kind"]].items():
+        layout = "<%d%s" % (table["rows"], {"u1": "B", "u4": "I"}[letter])
+        columns[name] = struct.unpack_from(layout, data, at)
+        at += struct.calcsize(layout)
+    tables.append(columns)
 assert not {"torch", "numpy", "altgrad"} & set(sys.modules)
-json.dump(columns, sys.stdout)
+json.dump(tables, sys.stdout)
 """
 
 
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_plain_reader(vectors, tmp_path, kind):
+def test_plain_reader(vectors, tmp_path):
     "A dozen lines of the standard library read a table of every kind."
     for name, data in vectors.files.items(): (tmp_path / name).write_bytes(data)
     (tmp_path / "index.json").write_text(json.dumps(vectors.index))
-    first = next(t for t in vectors.index["tables"] if t["kind"] == kind)
-    facts = {k: v for k, v in first.items() if k not in ("kind", "file", "offset", "rows")}
-    command = [
-        sys.executable, "-I", "-c", PLAIN, str(tmp_path), json.dumps({"kind": kind, **facts})
-    ]
-    read = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert {k: tuple(v) for k, v in read.items()} == vectors.table(kind, **facts)
-    assert all(len(column) == first["rows"] for column in read.values())
+    firsts = [next(t for t in vectors.index["tables"] if t["kind"] == kind) for kind in COLUMNS]
+    asked = [{k: v for k, v in t.items() if k not in ("file", "offset", "rows")} for t in firsts]
+    command = [sys.executable, "-I", "-c", PLAIN, str(tmp_path), json.dumps(asked)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    for first, facts, columns in zip(firsts, asked, json.loads(done.stdout), strict=True):
+        assert {k: tuple(v) for k, v in columns.items()} == vectors.table(**facts), facts
+        assert all(len(column) == first["rows"] for column in columns.values()), facts
 
 
 def test_index(vectors):
@@ -627,8 +632,8 @@ def test_is_right(vectors):
     assert not vectors.is_right("E7M0", 3, 1, 2, why=nearest)
 
 
-@pytest.mark.parametrize("name, rounding, overflow", [
-    c for c in CASES if c[1] in ("nearest", "up") and c[2] != "propagate"])
+@each("name, overflow", JUDGED)
+@pytest.mark.parametrize("rounding", ("nearest", "up"))
 def test_proof(vectors, exact, name, rounding, overflow):
     "All 2^32 answers are those that `make verify` compared the package with."
     fmt = get_format(name)
@@ -645,7 +650,7 @@ def test_proof(vectors, exact, name, rounding, overflow):
     assert not wrong(vectors, name, given, *(runs[c][rows] for c in ("code", "other", "why"))).any()
 
 
-@pytest.mark.parametrize("call", [
+@each("call", [
     lambda: make_runs(get_format("E4M3"), "nearest", "clip", "float16"),
     lambda: make_runs(get_format("E4M3"), "nearest", "propagate", "float16"),
     lambda: make_runs(get_format("E7M0"), "nearest", "special", "float16"),
