@@ -1,9 +1,14 @@
 """What all tests share: the mark of those that need a GPU, which files begin, what the garbage collector
-looks at, and workers that start in a moment."""
+looks at, workers that start in a moment, one temporary folder, and what is made once for all."""
 import gc
+import shutil
 import sys
+import tempfile
+from multiprocessing import current_process
+from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from preloaded import IN_A_MOMENT
 
@@ -17,7 +22,7 @@ LONG = (
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "slow: a long proof beside a shorter one; `make slow` runs it, `make test` does not")
+        "markers", "slow: takes about ten seconds or more; `make rest` runs it, `make test` does not")
     config.addinivalue_line("markers", "cuda: computes on a GPU, and is skipped where there is none; see `make gpu`")
     gc.set_threshold(10_000, 10, 100)  # a ledger of ten thousand rows has the collector begin again and again
 
@@ -25,6 +30,47 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     order = {f"test_{name}.py": k for k, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def temporary_folder(tmp_path_factory):
+    "What libraries and killed processes leave goes at the end; the path is short, as sockets lie there."
+    tmp_path_factory.getbasetemp()  # pytest's own is not in it
+    with pytest.MonkeyPatch.context() as patch:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            patch.setenv("TMPDIR", folder)
+            patch.setattr(tempfile, "tempdir", folder)
+            patch.setitem(current_process()._config, "tempdir", folder)  # or multiprocessing makes its own
+            yield
+
+
+@pytest.fixture(scope="session")
+def once(request, tmp_path_factory):
+    "Returns a folder by its name, which the first worker to ask for it fills for all."
+    base = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"): base = base.parent
+
+    def folder(name, fill):
+        with FileLock(base / f"{name}.lock"):
+            if not (base / name).is_dir():
+                fill(fresh := tmp_path_factory.mktemp(name))
+                fresh.rename(base / name)
+        return base / name
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_folder(once) -> Path:
+    "A text, its corpus, the checkpoints tiny-0 to tiny-4 and the C++ kernels, to be read only."
+    from tiny import fill_folder
+    return once("small", fill_folder)
+
+
+@pytest.fixture(scope="module")
+def small_copy(small_folder, tmp_path_factory) -> Path:
+    "The same, for the tests of a file to write to."
+    return shutil.copytree(small_folder, tmp_path_factory.mktemp("copy"), dirs_exist_ok=True)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -22,14 +22,13 @@ from altgrad.model.surgery import quantize_model
 from altgrad.training.config import TrainConfig, config_rule
 from altgrad.training.data import get_batch
 
-from tiny import HEAD, TASK, small_protocol
+from tiny import HEAD, TASK, small_bench
 
 SMALL = dict(checkpoint="tiny-0", corpus="tiny", lr=0.01)
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    return small_protocol(tmp_path_factory.mktemp("axes")).bench()
+def bench(small_folder) -> Bench: return small_bench(small_folder)
 
 
 def train(bench, make, points=None, every=0):

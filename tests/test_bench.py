@@ -24,9 +24,7 @@ from wait import has_content, until
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    "A small protocol with its text and its checkpoints."
-    return small_protocol(tmp_path_factory.mktemp("bench"))
+def small(small_folder): return small_protocol(small_folder)
 
 
 @pytest.fixture

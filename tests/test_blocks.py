@@ -14,7 +14,7 @@ import torch
 from altgrad.basics import InputError
 from altgrad.evidence.bench import bits_a_weight
 from altgrad.evidence.instrument import (
-    Arm, Bench, Weights, build_checkpoint, identity, row_identity, run_arm, run_id,
+    Arm, Weights, identity, row_identity, run_arm, run_id,
 )
 from altgrad.evidence.replicas import kind_if_stacked
 from altgrad.geometry.catalogue import RULES
@@ -32,7 +32,7 @@ from altgrad.model.surgery import quantize_model
 from altgrad.numbers.blocks import block_scales, grown
 from altgrad.numbers.formats import get_format
 from altgrad.numbers.kernels import set_path
-from tiny import TASK, TEXT
+from tiny import TASK, small_bench
 
 E2M1 = "float4_e2m1fn"
 VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -148,12 +148,7 @@ def test_the_stiffness_is_the_spacing_under_each_blocks_scale(granularity):
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("blocks")
-    (folder / "text.txt").write_text(TEXT)
-    found = Bench(folder / "c", {"tiny": f"path:{folder / 'text.txt'}"}, TASK, folder / "cache")
-    build_checkpoint(found, "tiny-0")
-    return found
+def bench(small_folder): return small_bench(small_folder)
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES if ":" not in r])

@@ -20,8 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from kernels import with_kernels
-
 pytestmark = pytest.mark.slow
 
 sync_api = pytest.importorskip(
@@ -84,7 +82,7 @@ def answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def lab(browser, tmp_path_factory):
+def lab(browser, small_copy, tmp_path_factory):
     """A JupyterLab server with a home of its own over a copy of the notebooks:
     its folder, and the address of a notebook in it."""
     home, token, port = tmp_path_factory.mktemp("home"), secrets.token_hex(8), free_port()
@@ -94,7 +92,7 @@ def lab(browser, tmp_path_factory):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("XDG_", "JUPYTER"))}
     env |= {
         "HOME": str(home),
-        "ALTGRAD_CACHE": with_kernels(home / "cache"),
+        "ALTGRAD_CACHE": f"{small_copy}/cache",
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "IN_TEST": "1",
         "OMP_NUM_THREADS": "1",  # IN_TEST: nothing is exported

@@ -13,11 +13,11 @@ import pytest
 import preloaded
 from altgrad.basics import InputError
 from altgrad.evidence.cluster import RayWorkers, _absolute
-from altgrad.evidence.instrument import Bench, Task, build_checkpoint
+from altgrad.evidence.instrument import Task
 from altgrad.evidence.replicas import run_arms
 from altgrad.evidence.sweep import Ledger, Sweep, read_matrix
 from kernels import with_kernels
-from tiny import HEAD
+from tiny import HEAD, TEXT, small_bench
 from wait import until
 
 pytestmark = pytest.mark.slow
@@ -42,21 +42,10 @@ def not_nice():
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
+def here(small_copy):
     "A folder with two texts, a cache and a checkpoint."
-    folder = tmp_path_factory.mktemp("cluster")
-    for name, factor in (("text.txt", 1), ("other.txt", 2)):
-        (folder / name).write_text(
-            "".join(f"{i} times {i} is {factor * i * i}.\n" for i in range(3000))
-        )
-    build_checkpoint(bench(folder), "tiny-0")
-    return folder
-
-
-def bench(folder: Path, text: str = "text.txt") -> Bench:
-    return Bench(
-        folder / "checkpoints", {"tiny": f"path:{folder / text}"}, Task(), folder / "cache"
-    )
+    (small_copy / "other.txt").write_text(TEXT.replace("times", "plus"))
+    return small_copy
 
 
 def rows_of(folder: Path) -> dict[str, dict]:
@@ -123,7 +112,7 @@ def cluster(tmp_path):
 
 
 def test_a_killed_node_changes_no_row(here, cluster):
-    whole = Sweep(read_matrix(MATRIX), here / "local", bench(here))
+    whole = Sweep(read_matrix(MATRIX), here / "local", small_bench(here, Task()))
     assert whole.run(1, progress=False) == 0
     address, env, nodes = cluster
     (here / "matrix.yaml").write_text(MATRIX)
@@ -162,7 +151,7 @@ def own():
 
 
 def test_a_node_with_another_text_is_refused(here, own):
-    sweep = Sweep(read_matrix(MATRIX), here / "other", bench(here))
+    sweep = Sweep(read_matrix(MATRIX), here / "other", small_bench(here, Task()))
     workers = RayWorkers(sweep)
     # what a machine would find that has another file there
     workers.setup = (workers.setup[0], {"tiny": f"path:{here / 'other.txt'}"}, *workers.setup[2:])
@@ -172,7 +161,7 @@ def test_a_node_with_another_text_is_refused(here, own):
 
 
 def test_runs_share_a_gpu(here, own):
-    sweep = Sweep(read_matrix(MATRIX), here / "shared", bench(here))
+    sweep = Sweep(read_matrix(MATRIX), here / "shared", small_bench(here, Task()))
     jobs = [job.arm for job in sweep.plan().jobs[:4]]
     with RayWorkers(sweep, cpus=0.5, gpus=0.5) as workers:
         assert workers.device == "cuda" and workers.count == 2  # four would have a CPU

@@ -16,11 +16,11 @@ from altgrad.numbers.quantize import fake_quantize
 from altgrad.model.gpt import PRESETS, GPTConfig
 from altgrad.model.points import LayerPrecisionRule, Precision, PrecisionConfig
 from altgrad.model.surgery import quantize_model
-from altgrad.training.data import load_corpus
 from altgrad.training.config import make_config
 from altgrad.training.trainer import Trainer
 from altgrad.watching import sums
 from old import NO_COMPILER, OLD_TORCH
+from tiny import small_bench
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="torch's compiler needs vectors")
 
@@ -31,12 +31,7 @@ SMALL = dict(
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text.txt").write_text(
-        "".join(f"{n * n} is the square of {n}\n" for n in range(2000))
-    )
-    return load_corpus(f"path:{folder / 'text.txt'}", cache=folder / "cache")
+def corpus(small_folder): return small_bench(small_folder).corpus("tiny")
 
 
 @pytest.fixture

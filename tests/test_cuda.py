@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import altgrad
-from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint
+from altgrad.evidence.instrument import Arm, Bench, Task
 from altgrad.evidence.replicas import run_arms
 from altgrad.geometry.catalogue import RULES, RuleSettings, build_rule
 from altgrad.geometry.storage import grid_storages, make_grid_tensor
@@ -20,10 +20,10 @@ from altgrad.numbers.counts import quantize_stats
 from altgrad.numbers.kernels import rounding_key, uniform
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.training.config import make_config
-from altgrad.training.data import Corpus, load_corpus
+from altgrad.training.data import Corpus
 from altgrad.training.trainer import Trainer
 from altgrad.watching.monitors import Monitors
-from tiny import TEXT
+from tiny import small_bench
 
 DEVICE = os.environ.get("ALTGRAD_TEST_DEVICE", "cuda")
 HERE = DEVICE == "cpu" or torch.cuda.is_available()
@@ -155,16 +155,10 @@ def test_monitors_see_the_same_weights():
     for path in weights: assert there[path] == pytest.approx(here[path], rel=2.5e-4, nan_ok=True), path
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("cuda") / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
 @pytest.mark.parametrize("storage", ("master", "grid_stochastic"))
-def test_an_interrupted_run_goes_on_as_if_nothing_had_been(text, tmp_path, storage, monkeypatch):
-    corpus = load_corpus(f"path:{text}", cache=tmp_path / "cache")
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(small_folder, tmp_path, storage,
+                                                           monkeypatch):
+    corpus = small_bench(small_folder).corpus("tiny")
     config = make_config(dict(
         name="run", format="E4M3", storage=storage, max_steps=6, batch_size=2, block_size=16,
         eval_windows=4, model="gpt-tiny", checkpoint_every=3, device=DEVICE, compile="off", data=corpus.name))
@@ -185,13 +179,12 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(text, tmp_path, stora
     assert abs(whole["results"]["val_loss"] - parts["results"]["val_loss"]) < 1e-3
 
 
-def test_replicas_are_the_single_runs_of_the_cpu(text, tmp_path):
+def test_replicas_are_the_single_runs_of_the_cpu(small_folder):
     class Exact(Bench):
         def model(self, checkpoint): return super().model(checkpoint).double()
 
     task = Task(steps=8, batch_size=2, warmup=2, chunks=2, windows=2, every=4)
-    bench = Exact(tmp_path, {"tiny": f"path:{text}"}, task, tmp_path / "cache")
-    build_checkpoint(bench, "tiny-0")
+    bench = small_bench(small_folder, task, kind=Exact)
     arms = [Arm(format=f, storage=s, checkpoint="tiny-0", corpus="tiny", lr=0.01, seed=i)
             for i, (f, s) in enumerate((f, s) for f in ("E4M3", "E7M0") for s in ("fp32", "grid_stochastic"))]
     here, there = (run_arms(arms, bench, device) for device in ("cpu", DEVICE))

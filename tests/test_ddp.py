@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import preloaded
-from kernels import with_kernels
 from altgrad.watching.series import read_histograms, read_series
 from altgrad.training.tracking import RunFolder
 from old import OLD_TORCH
@@ -58,14 +57,14 @@ sys.exit(main())
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(small_copy):
     "A folder with a text and the program of a process, and the environment."
-    folder = tmp_path_factory.mktemp("ddp")
     words = torch.randint(0, 50, (30_000,), generator=torch.Generator().manual_seed(0)).tolist()
-    (folder / "text.txt").write_text(" ".join("abcdefghij"[w % 10] * (1 + w // 10) for w in words))
-    (folder / "life.py").write_text(LIFE)
-    cache = with_kernels(folder / "cache")
-    return folder, {**os.environ, "ALTGRAD_CACHE": cache, "OMP_NUM_THREADS": "1"}
+    text = " ".join("abcdefghij"[w % 10] * (1 + w // 10) for w in words)
+    (small_copy / "text.txt").write_text(text)
+    (small_copy / "life.py").write_text(LIFE)
+    cache = f"{small_copy}/cache"
+    return small_copy, {**os.environ, "ALTGRAD_CACHE": cache, "OMP_NUM_THREADS": "1"}
 
 
 def start(place, processes: int, *args: str, **env):

@@ -247,13 +247,13 @@ def test_what_a_layout_does_not_have(make, layout, said, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(small_folder, tmp_path_factory):
     "The folder of a short run whose weights live on a grid."
     here = tmp_path_factory.mktemp("runs")
-    (here / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
     settings = dict(
-        name="mine", data=f"path:{here / 'text.txt'}", format="E4M3", storage="grid_residual4", max_steps=4,
-        batch_size=4, warmup_steps=1, eval_every=4, eval_windows=4, checkpoint_every=2, device="cpu",
+        name="mine", data=f"path:{small_folder}/text.txt", format="E4M3",
+        storage="grid_residual4", max_steps=4, batch_size=4, warmup_steps=1, eval_every=4,
+        eval_windows=4, checkpoint_every=2, device="cpu",
         compute_dtype="float32", compile="off",
     )
     Trainer(make_config(settings), here).run(progress=False)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import lzma
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,9 +17,10 @@ import pytest
 from altgrad.basics import InputError, read_parquet
 from altgrad.cli import _EXAMPLES, main
 from altgrad.training.data import load_corpus
-from altgrad.evidence.instrument import Bench, Task, build_checkpoint
+from altgrad.evidence.instrument import Bench, Task
 from altgrad.evidence.sweep import beside, find_row, read_rows, replay
 from preloaded import ALTGRAD
+from tiny import small_bench
 
 LEDGER = Path(__file__).resolve().parent.parent / "nbs/results/ledger"
 
@@ -107,33 +109,27 @@ def test_a_damaged_archive_is_refused(tmp_path, damage):
     assert "\n" not in str(e.value) and "x.tar.xz" in str(e.value) and len(str(e.value)) <= 300
 
 
-def test_replay_takes_the_stored_checkpoint(tmp_path):
+def test_replay_takes_the_stored_checkpoint(small_folder, tmp_path):
     """Another CPU's row runs from the stored checkpoint and says so;
     this CPU's row runs from one that is pretrained again."""
     from altgrad.evidence.instrument import Arm, run_arm
     from altgrad.training.tracking import git_commit, machine, versions
-    (tmp_path / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
     task = Task(steps=4, batch_size=4, warmup=2, chunks=4, windows=2, every=4)
-    bench = lambda name: Bench(
-        tmp_path / name, {"tiny": f"path:{tmp_path / 'text.txt'}"}, task, tmp_path / "cache"
-    )
-    stored = bench("stored")
-    build_checkpoint(stored, "tiny-1")
+    made = small_bench(small_folder, task)
     # another checkpoint under the name
-    (tmp_path / "stored/tiny-1.pt").rename(tmp_path / "stored/tiny-0.pt")
-    made = bench("made")
-    build_checkpoint(made, "tiny-0")
+    (tmp_path / "stored").mkdir()
+    shutil.copy(made.file("tiny-1"), tmp_path / "stored/tiny-0.pt")
     row = {
         **run_arm(Arm(checkpoint="tiny-0", corpus="tiny"), made),
         "machine": machine(),
         "versions": versions(),
         "commit": git_commit(),
     }
-    agrees, said = replay(row, bench("empty"), tmp_path / "stored")
+    agrees, said = replay(row, made.with_folder(tmp_path / "empty"), tmp_path / "stored")
     assert agrees and "bit for bit" in said and (tmp_path / "empty/tiny-0.pt").is_file()
     agrees, said = replay(
         {**row, "machine": {**machine(), "cpu": "of another make"}},
-        bench("none"),
+        made.with_folder(tmp_path / "none"),
         tmp_path / "stored",
     )
     assert "another checkpoint" in said

@@ -26,7 +26,7 @@ from altgrad.geometry.storage import make_grid_tensor
 from altgrad.training.checkpoint import pack_state, unpack_state
 from altgrad.training.config import make_config
 from altgrad.training.trainer import make_model, make_optimizers
-from tiny import TEXT
+from tiny import small_bench
 
 logging.disable(logging.WARNING)  # torchao tells which of its GPU libraries it cannot load
 import bitsandbytes.functional as bnb  # noqa: E402
@@ -324,12 +324,12 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_fits_no_other_moments(rule, storag
         with pytest.raises(InputError, match=said): unpack_state(data, "the file", *fresh(other))
 
 
-def test_a_run_with_packed_moments_is_another_run_with_other_weights(tmp_path, monkeypatch):
+def test_a_run_with_packed_moments_is_another_run_with_other_weights(
+        small_folder, tmp_path, monkeypatch):
     recipe = replace(RECIPES["tiny"], n_embd=64, steps=2)
     monkeypatch.setitem(RECIPES, "wide", recipe)
-    (tmp_path / "text.txt").write_text(TEXT)
     task = Task(steps=4, batch_size=2, warmup=1, chunks=4, windows=2, every=2)
-    bench = Bench(tmp_path, {"tiny": f"path:{tmp_path / 'text.txt'}"}, task, tmp_path / "cache")
+    bench = small_bench(small_folder, task).with_folder(tmp_path)
     build_checkpoint(bench, "wide-0")
     arm = Arm(rule="adamw", checkpoint="wide-0", corpus="tiny")
     rows = [run_arm(replace(arm, moments=name), bench) for name in MOMENTS]

@@ -17,13 +17,11 @@ from altgrad.cli import main
 from altgrad.geometry.catalogue import RULES, RuleSettings, build_rule
 from altgrad.geometry.outside import recall, refuse_outside, sources_of, use_rule
 from altgrad.geometry.storage import STORAGES, make_grid_tensor
-from altgrad.evidence.instrument import (
-    Arm, Bench, build_checkpoint, identity, run_arm, run_id,
-)
+from altgrad.evidence.instrument import Arm, identity, run_arm, run_id
 from altgrad.evidence.study import arm_of
 from altgrad.evidence.sweep import Ledger, replay
 from altgrad.training.config import make_config
-from tiny import HEAD, TASK, TEXT
+from tiny import HEAD, small_bench
 
 LION = '''
 import torch
@@ -54,20 +52,11 @@ SHORT = [
 ]
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    "A text, a cache and a checkpoint."
-    folder = tmp_path_factory.mktemp("outside")
-    (folder / "text.txt").write_text(TEXT)
-    build_checkpoint(bench(folder), "tiny-0")
-    return folder
-
-
 @pytest.fixture
-def here(texts, tmp_path, monkeypatch):
+def here(small_folder, tmp_path, monkeypatch):
     "A folder with a rule in it, and a catalogue that forgets afterwards."
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ALTGRAD_CACHE", str(texts / "cache"))
+    monkeypatch.setenv("ALTGRAD_CACHE", str(small_folder / "cache"))
     (tmp_path / "lion.py").write_text(LION)
     (tmp_path / "matrix.yaml").write_text(MATRIX)
     known = dict(RULES), dict(STORAGES)
@@ -77,13 +66,8 @@ def here(texts, tmp_path, monkeypatch):
         table.update(before)
 
 
-def bench(folder: Path) -> Bench:
-    data = {"tiny": f"path:{folder / 'text.txt'}"}
-    return Bench(folder / "checkpoints", data, TASK, folder / "cache")
-
-
-def sweep(texts: Path, out: str, *more: str) -> int:
-    place = ["--corpus", f"tiny=path:{texts / 'text.txt'}", "--checkpoints", f"{texts}/checkpoints"]
+def sweep(folder: Path, out: str, *more: str) -> int:
+    place = ["--corpus", f"tiny=path:{folder}/text.txt", "--checkpoints", f"{folder}/checkpoints"]
     return main(["sweep", "matrix.yaml", "--out", out, *place, *more])
 
 
@@ -93,14 +77,15 @@ def lion_by_hand(w: torch.Tensor, m: torch.Tensor, g: torch.Tensor, lr: float) -
 
 
 @pytest.mark.parametrize("drawn", ("torch.randn_like(p)", "float(numpy.random.rand())", "random.random()"))
-def test_a_rule_that_draws_random_numbers_can_be_repeated(texts, here, drawn):
+def test_a_rule_that_draws_random_numbers_can_be_repeated(small_folder, here, drawn):
     text = LION.replace("import torch", "import random, numpy, torch", 1).replace(".sign())", f".sign() * {drawn})")
     (here / "noisy.py").write_text(text)
     arm = Arm(checkpoint="tiny-0", corpus="tiny", storage="fp32", lr=0.01, rule="noisy.py:Lion")
     def run(seed):
         for module in (torch, random): getattr(module, "manual_seed" if module is torch else "seed")(seed)
         np.random.seed(seed)
-        ended, here = run_arm(arm, bench(texts)), (torch.rand(()).item(), random.random(), np.random.rand())
+        ended = run_arm(arm, small_bench(small_folder))
+        here = torch.rand(()).item(), random.random(), np.random.rand()
         for module in (torch, random): getattr(module, "manual_seed" if module is torch else "seed")(seed)
         np.random.seed(seed)
         assert here == (torch.rand(()).item(), random.random(), np.random.rand())  # the caller's are left alone
@@ -109,10 +94,11 @@ def test_a_rule_that_draws_random_numbers_can_be_repeated(texts, here, drawn):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_torch_adamw_by_its_place_is_the_adamw_of_the_catalogue_bit_for_bit(texts, here, storage):
+def test_torch_adamw_by_its_place_is_the_adamw_of_the_catalogue_bit_for_bit(
+        small_folder, here, storage):
     arm = Arm(checkpoint="tiny-0", corpus="tiny", storage=storage, lr=0.01, rule="adamw")
-    theirs = run_arm(Arm(**{**vars(arm), "rule": "torch.optim:AdamW"}), bench(texts))
-    ours = run_arm(arm, bench(texts))
+    theirs = run_arm(Arm(**{**vars(arm), "rule": "torch.optim:AdamW"}), small_bench(small_folder))
+    ours = run_arm(arm, small_bench(small_folder))
     for key in ("val_loss", "weights_sha", "curve", "course"): assert theirs[key] == ours[key], key
     assert theirs["run"] != ours["run"]
     (text,) = theirs["sources"].values()
@@ -184,8 +170,8 @@ def test_a_state_goes_through_a_file_and_goes_on(here):
     assert torch.equal(trained(name, stop=False), trained(name, stop=True))
 
 
-def test_a_run_keeps_the_file_and_goes_on_without_it(texts, here, capsys):
-    data = ["--set", f"data=path:{texts / 'text.txt'}", "--out", "runs", *SHORT]
+def test_a_run_keeps_the_file_and_goes_on_without_it(small_folder, here, capsys):
+    data = ["--set", f"data=path:{small_folder / 'text.txt'}", "--out", "runs", *SHORT]
     assert main(["train", "e4m3_fp8:rule=lion.py:Lion,name=mine", *data]) == 0
     assert "lion.py:Lion@" in capsys.readouterr().err
     run = here / "runs/mine"
@@ -196,40 +182,40 @@ def test_a_run_keeps_the_file_and_goes_on_without_it(texts, here, capsys):
                  "--set", "max_steps=2", "--wandb", "off"]) == 0
 
 
-def test_an_edited_rule_is_another_run(texts, here, capsys):
-    assert sweep(texts, "ledger") == 0
+def test_an_edited_rule_is_another_run(small_folder, here, capsys):
+    assert sweep(small_folder, "ledger") == 0
     rows = Ledger("ledger").rows()
     (here / "lion.py").write_text(LION.replace("0.01", "0.02"))
-    assert sweep(texts, "ledger", "--dry-run") == 0
+    assert sweep(small_folder, "ledger", "--dry-run") == 0
     assert "stage tune: 6 runs" in capsys.readouterr().out
     assert all(row["error"] is None for row in rows)
     (name,) = {row["rule"] for row in rows}
     assert all(row["sources"] == {name: LION} for row in rows)
 
 
-def test_a_row_is_read_without_its_code_and_replayed_with_it(texts, here, capsys):
-    assert sweep(texts, "ledger", "--workers", "2") == 0
+def test_a_row_is_read_without_its_code_and_replayed_with_it(small_folder, here, capsys):
+    assert sweep(small_folder, "ledger", "--workers", "2") == 0
     (here / "lion.py").unlink()
     for name in [name for name in RULES if name.startswith("lion.py")]: del RULES[name]
     row = Ledger("ledger").rows()[-1]
     arm = arm_of(row)
     assert arm.rule == row["rule"] and arm.rule not in RULES
-    with pytest.raises(InputError, match="lion"): run_arm(arm, bench(texts))
-    agrees, said = replay(row, bench(texts))
+    with pytest.raises(InputError, match="lion"): run_arm(arm, small_bench(small_folder))
+    agrees, said = replay(row, small_bench(small_folder))
     assert agrees and "bit for bit" in said
     assert f"{row['rule']} is imported from the row" in capsys.readouterr().err
 
 
-def test_a_damaged_text_of_a_row_is_refused(texts, here):
+def test_a_damaged_text_of_a_row_is_refused(small_folder, here):
     sources = sources_of([use_rule("lion.py:Lion")])
     RULES.popitem()
     with pytest.raises(InputError, match="has another text"):
         recall({name: text + "\n" for name, text in sources.items()})
 
 
-def test_a_node_of_a_cluster_needs_no_file(texts, here):
+def test_a_node_of_a_cluster_needs_no_file(small_folder, here):
     arm = Arm(checkpoint="tiny-0", corpus="tiny", rule="lion.py:Lion", lr=0.01)
-    b = bench(texts)
+    b = small_bench(small_folder)
     setup = b.setup
     job = [setup, run_id(identity(arm, b)), arm, None, sources_of([arm.rule])]
     (here / "lion.py").unlink()
@@ -336,18 +322,19 @@ own = Storage("stochastic", fmt="bfloat16")
 @pytest.mark.parametrize("mine, ours", [
     ("near", "grid_nearest"), ("mine", "grid_residual4"), ("own", "bf16_stochastic")
 ])
-def test_a_storage_by_its_place_is_the_one_of_the_catalogue_bit_for_bit(texts, here, mine, ours):
+def test_a_storage_by_its_place_is_the_one_of_the_catalogue_bit_for_bit(
+        small_folder, here, mine, ours):
     (here / "own.py").write_text(STORAGE)
     base = Arm(checkpoint="tiny-0", corpus="tiny", rule="adamw", lr=0.01, storage=ours)
-    theirs = run_arm(Arm(**{**vars(base), "storage": f"own.py:{mine}"}), bench(texts))
-    known = run_arm(base, bench(texts))
+    theirs = run_arm(Arm(**{**vars(base), "storage": f"own.py:{mine}"}), small_bench(small_folder))
+    known = run_arm(base, small_bench(small_folder))
     for key in ("val_loss", "weights_sha", "curve", "course"): assert theirs[key] == known[key], key
     assert theirs["sources"] == {theirs["storage"]: STORAGE}
 
 
-def test_a_run_with_a_storage_of_ones_own_goes_on_after_a_kill(texts, here):
+def test_a_run_with_a_storage_of_ones_own_goes_on_after_a_kill(small_folder, here):
     (here / "own.py").write_text(STORAGE)
-    data = ["--set", f"data=path:{texts / 'text.txt'}", "--set", "checkpoint_every=1", *SHORT]
+    data = ["--set", f"data=path:{small_folder}/text.txt", "--set", "checkpoint_every=1", *SHORT]
     told = "e4m3_fp8:storage=own.py:mine,name="
     assert main(["train", f"{told}whole", *data]) == 0
     killed = (
@@ -380,10 +367,9 @@ def test_half_a_spacing_holds_no_more_than_rounding_to_nearest_leaves(here):
         Arm(checkpoint="tiny-0", corpus="tiny", storage="own.py:drifts", lr=0.01)
 
 
-def test_what_is_recorded_is_plain(texts, here):
-    row = run_arm(
-        Arm(checkpoint="tiny-0", corpus="tiny", rule="lion.py:Lion", lr=0.01), bench(texts)
-    )
+def test_what_is_recorded_is_plain(small_folder, here):
+    arm = Arm(checkpoint="tiny-0", corpus="tiny", rule="lion.py:Lion", lr=0.01)
+    row = run_arm(arm, small_bench(small_folder))
     assert json.loads(json.dumps(row["sources"])) == {row["rule"]: LION}
 
 

@@ -48,15 +48,14 @@ def run(*command, **options) -> str:
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory) -> Path:
+def dist(once) -> Path:
     "A folder with the sdist, and the wheel that was built from it."
-    copy = tmp_path_factory.mktemp("source") / "altgrad"
-    shutil.copytree(ROOT, copy, ignore=NEVER_COPIED)
-    run(
-        sys.executable, "-m", "build", "--no-isolation", "--outdir", copy / "dist", copy,
-        cwd=copy.parent,
-    )
-    return copy / "dist"
+    def build(folder: Path):
+        copy = shutil.copytree(ROOT, folder / "altgrad", ignore=NEVER_COPIED)
+        command = sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist"
+        run(*command, copy, cwd=folder)
+
+    return once("package", build) / "dist"
 
 
 def installed(dist: Path, place: Path, absent: Iterable[str]) -> Callable[..., str]:

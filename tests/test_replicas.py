@@ -13,11 +13,11 @@ from altgrad.evidence import instrument
 from altgrad.evidence import replicas
 from altgrad.basics import InputError
 from altgrad.numbers.formats import EIGHT_BIT
-from altgrad.evidence.instrument import Arm, Bench, Task, build_checkpoint, run_arm
+from altgrad.evidence.instrument import Arm, Bench, Task, run_arm
 from altgrad.geometry import storage as storages
 from altgrad.evidence.replicas import Batches, run_arms, stacks
 from altgrad.evidence.sweep import Ledger, Sweep, read_matrix, replay
-from tiny import HEAD, TEXT
+from tiny import HEAD, small_bench
 
 STORAGES = [name for name, kind in storages.STORAGES.items() if stacks(kind)]
 RULES = [
@@ -42,18 +42,10 @@ class Exact(Bench):
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    "A folder with a text, a cache and two checkpoints."
-    folder = tmp_path_factory.mktemp("replicas")
-    (folder / "text.txt").write_text(TEXT)
-    for name in ("tiny-0", "tiny-1"): build_checkpoint(bench(folder), name)
-    return folder
+def here(small_copy): return small_copy
 
 
-def bench(folder: Path, kind: type = Bench) -> Bench:
-    return kind(
-        folder / "checkpoints", {"tiny": f"path:{folder / 'text.txt'}"}, TASK, folder / "cache"
-    )
+def bench(folder: Path, kind: type = Bench) -> Bench: return small_bench(folder, TASK, kind=kind)
 
 
 def arm(**values) -> Arm:

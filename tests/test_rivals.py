@@ -9,7 +9,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from altgrad.basics import InputError
-from altgrad.evidence.instrument import Arm, Bench, Weights, build_checkpoint, run_arm, state_hash
+from altgrad.evidence.instrument import Arm, Bench, Weights, run_arm, state_hash
 from altgrad.geometry.catalogue import RULES
 from altgrad.geometry.keeping import Storage
 from altgrad.geometry.rivals.average import AveragedAdamW
@@ -19,7 +19,7 @@ from altgrad.numbers.formats import get_format
 from altgrad.numbers.quantize import fake_quantize
 from altgrad.training.config import make_config
 from altgrad.training.trainer import NonfiniteGuard, Trainer
-from tiny import TASK, TEXT
+from tiny import small_bench
 
 FLASH = importlib.util.find_spec("flashoptim")  # pip install --no-deps flashoptim
 
@@ -143,14 +143,7 @@ def test_torchao_int8_with_stochastic_rounding_is_e0m7_of_a_row():
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    "A text and a checkpoint."
-    folder = tmp_path_factory.mktemp("rivals")
-    (folder / "text.txt").write_text(TEXT)
-    data = {"tiny": f"path:{folder / 'text.txt'}"}
-    made = Bench(folder / "checkpoints", data, TASK, folder / "cache")
-    build_checkpoint(made, "tiny-0")
-    return made
+def bench(small_folder) -> Bench: return small_bench(small_folder)
 
 
 def arm(**values) -> Arm:

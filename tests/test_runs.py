@@ -18,16 +18,14 @@ from altgrad.training.trainer import Trainer, Watch, trained_model
 from altgrad.views.autopsy import advice, autopsy
 from altgrad.views.watch import plot_run, render_ledger
 from altgrad.views.workspace import _history
-from tiny import TEXT
 
 TINY = dict(name="run", model="gpt-tiny", max_steps=12, batch_size=4, block_size=16, warmup_steps=2, eval_every=4,
             eval_windows=8, checkpoint_every=4, device="cpu", compute_dtype="float32", format="E4M3")
 
 
 @pytest.fixture
-def config(tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT)
-    return lambda **more: make_config({**TINY, "data": f"path:{tmp_path / 'text.txt'}", **more})
+def config(small_folder):
+    return lambda **more: make_config({**TINY, "data": f"path:{small_folder / 'text.txt'}", **more})
 
 
 def interrupted(monkeypatch, step):

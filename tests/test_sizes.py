@@ -21,7 +21,7 @@ from altgrad.evidence.replicas import kind_if_stacked, kind_of
 from altgrad.evidence.sweep import Ledger, rate, read_rows
 from altgrad.model.gpt import GPT, GPTConfig
 
-from tiny import TASK, TEXT, load_experiment
+from tiny import TASK, load_experiment, small_bench
 
 sizes, exit_code = load_experiment("sizes"), load_experiment("studies").exit_code
 LEDGER = Path(__file__).parent.parent / "nbs/results/ledger"
@@ -30,11 +30,8 @@ LEDGER = Path(__file__).parent.parent / "nbs/results/ledger"
 # --- a start from first weights
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory) -> Bench:
-    here = tmp_path_factory.mktemp("scratch")
-    (here / "text.txt").write_text(TEXT)
-    task = replace(TASK, steps=60, warmup=6)
-    ready = Bench(here / "checkpoints", {"tiny": f"path:{here / 'text.txt'}"}, task, here / "cache")
+def bench(small_copy) -> Bench:
+    ready = small_bench(small_copy, replace(TASK, steps=60, warmup=6))
     build_checkpoint(ready, "scratch-tiny-0")
     return ready
 
@@ -313,9 +310,8 @@ def test_a_line_that_bends_is_counted_as_a_miss():
 # --- the command
 
 @pytest.mark.slow
-def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
-    (tmp_path / "text.txt").write_text(TEXT)
-    texts = dict.fromkeys(("eurlex", "tiny"), f"path:{tmp_path / 'text.txt'}")
+def test_the_command_goes_on_where_it_was_stopped(small_folder, tmp_path, monkeypatch, capsys):
+    texts = dict.fromkeys(("eurlex", "tiny"), f"path:{small_folder / 'text.txt'}")
     arms = "FP32", "E7M0 stochastic"
     small = {name: sizes.Part("tiny", 12, 4, seeds, arms, tuned="tune") for name, seeds in (("tune", 1), ("0.1m", 2))}
     monkeypatch.setattr(sizes, "PARTS", small)
@@ -323,7 +319,7 @@ def test_the_command_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sizes, "SIZES", ("tiny",))
     monkeypatch.setattr(sizes.Part, "task", TASK)
     monkeypatch.setattr(sizes, "bench_of", lambda part, out, device="cpu": Bench(
-        out / "checkpoints", texts, TASK, tmp_path / "cache", device))
+        out / "checkpoints", texts, TASK, small_folder / "cache", device))
     def run(*more):
         monkeypatch.setattr(sys, "argv", ["sizes", "--out", str(tmp_path / "out"), "--workers", "1", *more])
         assert sizes.main() == 0

@@ -217,10 +217,7 @@ def assert_same(folder: Path, whole: dict) -> None:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(3000)))
-    return folder
+def data(small_copy): return small_copy
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import torch
 
 from altgrad.basics import InputError
 from altgrad.training.tracking import git_commit
-from altgrad.evidence.instrument import Arm, Bench, Task, arm_values, build_checkpoint, identity, run_id
+from altgrad.evidence.instrument import Arm, arm_values, identity, run_id
 from altgrad.evidence.stability import StabilitySearch
 from altgrad.evidence.sweep import (
     Job, Ledger, Loss, Sweep, Workers, _label, _results, best_arms, check_row, compact, find_row, plan, read_matrix,
@@ -24,11 +24,10 @@ from altgrad.evidence.sweep import (
 )
 from altgrad.cli import main
 from altgrad.views.watch import _outcomes
-from tiny import HEAD, TEXT
+from tiny import HEAD, TASK, TEXT, small_bench
 from wait import has_content, until
 
 ALTGRAD = [str(Path(sys.executable).parent / "altgrad")]
-TASK = Task(steps=12, batch_size=4, warmup=2, chunks=4, windows=2, every=4)
 MATRIX = HEAD + """\
   - {format: E4M3, storage: [fp32, grid_stochastic], power: [0, 1], lr: 0.01}
   - {format: E7M0, storage: fp32, power: 0, lr: 1.0e+30}
@@ -40,19 +39,12 @@ NOISE = ("seconds", "finished", "stage", "lr_edge", "tier", "matrix", "commit", 
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    "A folder with a text, a cache and a checkpoint."
-    folder = tmp_path_factory.mktemp("sweep")
-    (folder / "text.txt").write_text(TEXT)
-    (folder / "matrix.yaml").write_text(MATRIX)
-    build_checkpoint(bench(folder), "tiny-0")
+def here(small_copy):
+    "A folder with a text, a cache, a checkpoint and a matrix."
+    (small_copy / "matrix.yaml").write_text(MATRIX)
     with pytest.MonkeyPatch.context() as m:
-        m.setenv("ALTGRAD_CACHE", str(folder / "cache"))
-        yield folder
-
-
-def bench(folder: Path, text: str = "text.txt") -> Bench:
-    return Bench(folder / "checkpoints", {"tiny": f"path:{folder / text}"}, TASK, folder / "cache")
+        m.setenv("ALTGRAD_CACHE", str(small_copy / "cache"))
+        yield small_copy
 
 
 def command(folder: Path, out: str, *more: str) -> list[str]:
@@ -71,13 +63,13 @@ def rows_of(folder: Path, out: str) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def whole(here):
     "The rows of a sweep by one worker that nothing disturbed."
-    assert Sweep(read_matrix(MATRIX), here / "one", bench(here)).run(1, progress=False) == 0
+    assert Sweep(read_matrix(MATRIX), here / "one", small_bench(here)).run(1, progress=False) == 0
     return rows_of(here, "one")
 
 
 def test_two_workers_make_the_rows_of_one(here, whole):
     assert len(whole) == 5 * 3 + 5
-    assert Sweep(read_matrix(MATRIX), here / "two", bench(here)).run(2, progress=False) == 0
+    assert Sweep(read_matrix(MATRIX), here / "two", small_bench(here)).run(2, progress=False) == 0
     assert rows_of(here, "two") == whole
 
 
@@ -139,14 +131,14 @@ def test_a_dying_worker_costs_one_run(here):
 
 def test_a_failed_run_is_recorded_and_tried_again(here, monkeypatch):
     folder = here / "failing"
-    sweep = Sweep(read_matrix(MATRIX), folder, bench(here))
+    sweep = Sweep(read_matrix(MATRIX), folder, small_bench(here))
     # cannot be sent to a worker: every run fails
     monkeypatch.setattr("altgrad.evidence.sweep.work_alone", lambda arm: 1 / 0)
     failed = sweep.run(1, progress=False)
     rows = Ledger(folder).rows()
     assert failed == len(rows) > 0
     assert all(row["error"] and row["storage"] in ("fp32", "grid_stochastic") for row in rows)
-    again = Sweep(read_matrix(MATRIX), folder, bench(here))
+    again = Sweep(read_matrix(MATRIX), folder, small_bench(here))
     assert again.rows == {} and len(again.plan().jobs) == 15
     monkeypatch.undo()
     assert again.run(2, progress=False) == 0
@@ -169,12 +161,12 @@ def test_an_arm_is_not_confirmed_before_its_failed_tuning_runs_are_made_again(he
             result = {"error": "MemoryError: "} if fails and (a.storage, a.power) in out else None
             yield job, result or {"error": None, **whole[sweep.run_id(a)]}
     monkeypatch.setattr("altgrad.evidence.sweep._results", results)
-    sweep = Sweep(matrix, folder, bench(here))
+    sweep = Sweep(matrix, folder, small_bench(here))
     assert sweep.run(1, progress=False) == len(out) == 2
     first = [row for row in Ledger(folder).rows() if row["stage"] == "confirm"]
     assert {(r["storage"], r["power"]) for r in first if r["format"] == "E4M3"}.isdisjoint(out) and len(first) == 3
     monkeypatch.undo()
-    assert Sweep(matrix, folder, bench(here)).run(1, progress=False) == 0
+    assert Sweep(matrix, folder, small_bench(here)).run(1, progress=False) == 0
     good = {row["run"]: row["lr"] for row in Ledger(folder).rows() if not row["error"]}
     assert good == {run: row["lr"] for run, row in whole.items()}
 
@@ -186,9 +178,9 @@ def test_a_sweep_judges_what_its_ledger_has(here, whole, monkeypatch):
             row = {"error": None, **whole[sweep.run_id(job.arm)]}
             yield job, {**row, "raw_loss": math.nan, "travel": math.inf} if job.arm.lr < 0.01 else row
     monkeypatch.setattr("altgrad.evidence.sweep._results", results)
-    sweep = Sweep(read_matrix(MATRIX), here / "no_number", bench(here))
+    sweep = Sweep(read_matrix(MATRIX), here / "no_number", small_bench(here))
     assert sweep.run(1, progress=False) == 0
-    later = Sweep(read_matrix(MATRIX), here / "no_number", bench(here))
+    later = Sweep(read_matrix(MATRIX), here / "no_number", small_bench(here))
     assert later.rows == sweep.rows and later.plan() == sweep.plan()
     assert any(row["travel"] is None for row in sweep.rows.values())
 
@@ -220,17 +212,15 @@ def test_arms_that_differ_are_not_averaged_nor_called_the_same():
 
 def test_replay(here, whole, capsys):
     row = find_row(Ledger(here / "one").rows(), next(iter(whole)))
-    agrees, text = replay(row, bench(here))
+    agrees, text = replay(row, small_bench(here))
     assert agrees and "bit for bit" in text
-    assert not replay(
-        {**row, "val_loss": row["val_loss"] + 1e-9, "commit": git_commit()}, bench(here)
-    )[0]
-    agrees, text = replay(
-        {**row, "val_loss": row["val_loss"] + 1e-9, "machine": {"cpu": "another"}}, bench(here)
-    )
+    row["val_loss"] += 1e-9
+    assert not replay({**row, "commit": git_commit()}, small_bench(here))[0]
+    agrees, text = replay({**row, "machine": {"cpu": "another"}}, small_bench(here))
     assert agrees and "another CPU" in text
     (here / "other.txt").write_text((here / "text.txt").read_text().replace("times", "plus"))
-    with pytest.raises(InputError, match="another text"): replay(row, bench(here, "other.txt"))
+    other = small_bench(here, text="other.txt")
+    with pytest.raises(InputError, match="another text"): replay(row, other)
     code = main(["replay", row["run"], "--ledger", str(here / "one"), *command(here, "one")[5:]])
     assert code == 0 and "bit for bit" in capsys.readouterr().out
 
@@ -242,14 +232,14 @@ def test_a_row_is_made_again_with_as_many_threads_as_its_run_had(here, whole):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        agrees, said = replay(row, bench(here))
+        agrees, said = replay(row, small_bench(here))
         assert agrees and "bit for bit" in said
-        agrees, said = replay({**row, "val_loss": row["val_loss"] + 0.009}, bench(here))
+        agrees, said = replay({**row, "val_loss": row["val_loss"] + 0.009}, small_bench(here))
         assert not agrees and "on the same kind of CPU" in said
         assert torch.get_num_threads() == 2
         for wrong in (0, "1", 10**6):
             with pytest.raises(InputError, match="machine.threads"):
-                replay({**row, "machine": {**row["machine"], "threads": wrong}}, bench(here))
+                replay({**row, "machine": {**row["machine"], "threads": wrong}}, small_bench(here))
     finally: torch.set_num_threads(before)
 
 
@@ -258,7 +248,7 @@ def test_a_row_is_made_again_with_as_many_threads_as_its_run_had(here, whole):
 ])
 def test_a_row_that_no_run_wrote_is_not_replayed(here, whole, key, value, words):
     row = find_row(Ledger(here / "one").rows(), next(iter(whole)))
-    with pytest.raises(InputError, match=words): replay({**row, key: value}, bench(here))
+    with pytest.raises(InputError, match=words): replay({**row, key: value}, small_bench(here))
 
 
 @pytest.mark.parametrize("key, value", [("corpus_sha", 7), ("code", []), ("raw_loss", "x"), ("machine", 7)])
@@ -323,16 +313,17 @@ def test_rows_name_the_last_change_of_the_protocol():
 def test_identity_is_stable_and_knows_the_text(here):
     arm = Arm(checkpoint="tiny-0", corpus="tiny")
     facts = {
-        **identity(arm, bench(here)), "checkpoint_sha": "0" * 64, "corpus_sha": "1" * 64,
+        **identity(arm, small_bench(here)), "checkpoint_sha": "0" * 64, "corpus_sha": "1" * 64,
         "instrument": 1,
     }
     # changes with the code; the rest is what the rows of the first studies are named by
-    assert facts.pop("code") == bench(here).code
+    assert facts.pop("code") == small_bench(here).code
     assert run_id(facts) == run_id(dict(reversed(facts.items()))) == "99660a5393bb3d5e"
     (here / "third.txt").write_text((here / "text.txt").read_text() + "x")
-    assert run_id(identity(arm, bench(here))) != run_id(identity(arm, bench(here, "third.txt")))
-    assert run_id(identity(arm, bench(here))) == run_id(
-        identity(Arm(checkpoint="tiny-0", corpus="tiny", power=0, lr=4e-3), bench(here))
+    other = small_bench(here, text="third.txt")
+    assert run_id(identity(arm, small_bench(here))) != run_id(identity(arm, other))
+    assert run_id(identity(arm, small_bench(here))) == run_id(
+        identity(Arm(checkpoint="tiny-0", corpus="tiny", power=0, lr=4e-3), small_bench(here))
     )
 
 
@@ -410,7 +401,7 @@ def test_a_checkpoint_of_another_text_or_shape_is_refused_in_one_line(here, tmp_
 
 
 def test_what_another_process_adds_before_the_lock_is_not_made_again(here, whole):
-    late, early = (Sweep(read_matrix(MATRIX), here / "raced", bench(here)) for _ in range(2))
+    late, early = (Sweep(read_matrix(MATRIX), here / "raced", small_bench(here)) for _ in range(2))
     assert early.run(1, progress=False) == 0
     assert late.run(1, progress=False) == 0
     assert rows_of(here, "raced") == whole
@@ -418,7 +409,7 @@ def test_what_another_process_adds_before_the_lock_is_not_made_again(here, whole
 
 def test_one_arm_is_searched_once(here):
     arms = [Arm(format=name, lr=0.01, corpus="tiny") for name in ("E4M3", "e4m3")]
-    search = StabilitySearch(arms, here / "once", bench(here), ("tiny-0",), (1,))
+    search = StabilitySearch(arms, here / "once", small_bench(here), ("tiny-0",), (1,))
     assert len(search.plan().jobs) == 1
 
 

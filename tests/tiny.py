@@ -43,14 +43,22 @@ def load_experiment(name: str) -> ModuleType:
     return module
 
 
-def small_protocol(folder: Path) -> Protocol:
-    "A protocol of seconds by the name of the large one, with its text and checkpoints in a folder."
+def fill_folder(folder: Path) -> None:
+    "Makes the text, its corpus and archive, the checkpoints and the C++ kernels."
     (folder / "text.txt").write_text(TEXT)
     (folder / "texts").mkdir()
-    archive = folder / "texts/tiny.tar.xz"
-    with tarfile.open(archive, "w:xz") as tar: tar.add(folder / "text.txt", "text.txt")
+    with tarfile.open(folder / "texts/tiny.tar.xz", "w:xz") as archive:
+        archive.add(folder / "text.txt", "text.txt")
     with_kernels(folder / "cache")
-    ready = Bench(folder / "checkpoints", {"tiny": f"path:{archive}"}, TASK, folder / "cache")
-    for name in TUNE + CONFIRM: build_checkpoint(ready, name)
+    for name in TUNE + CONFIRM: build_checkpoint(small_bench(folder), name)
+
+
+def small_bench(folder: Path, task=TASK, text="text.txt", kind: type[Bench] = Bench) -> Bench:
+    "A bench over what lies in a folder."
+    return kind(folder / "checkpoints", {"tiny": f"path:{folder / text}"}, task, folder / "cache")
+
+
+def small_protocol(folder: Path) -> Protocol:
+    "A protocol of seconds by the name of the large one, over the same."
     return Protocol("bench-1", TUNE, CONFIRM, "tiny", POINTS, MOST, task=TASK, folder=folder,
                     compiled=False)
