@@ -49,6 +49,7 @@ rest: $(INSTALLED) ## what make test leaves out: the other notebooks, slow cells
 	@mkdir -p .venv/home
 	@echo "== nbdev_test: the other notebooks run, but for four that pytest runs from the wheel"
 	@$(NBDEV_TEST) --skip_folder_re '^[_.]|^($(FLOORS))$$' --skip_file_re '^[_.]|^(basics|$(FROM_WHEEL))\.ipynb$$'
+	@for page in $$(grep -rl '"#| *slow' $(addprefix nbs/,$(subst |, ,$(FLOORS)))); do $(NBDEV_TEST) --flags slow --path $$page || exit 1; done
 	@echo "== pytest: the slow tests"
 	@$(PYTEST) -m slow tests
 	@echo "== portable: what holds numerics, in the two settings that differ most"

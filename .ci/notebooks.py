@@ -48,9 +48,10 @@ def is_false(found: dict, name: str) -> bool:
 
 
 def is_skipped(cell) -> bool:
-    "Whether nbdev_test would skip this cell."
+    "Whether nbdev_test would skip this cell for what it needs; one that is only slow is run here."
     found = directives(cell)
-    return is_false(found, "eval") or bool(found.keys() & set(get_config().tst_flags.split()))
+    flags = set(get_config().tst_flags.split()) - {"slow"}
+    return is_false(found, "eval") or bool(found.keys() & flags)
 
 
 def write_atomically(path: Path, text: str):
@@ -294,7 +295,7 @@ def parse_args() -> argparse.Namespace:
     run = commands.add_parser("execute", help="run notebooks in place and keep their outputs")
     run.add_argument("notebooks", nargs="*", type=Path, help="default: all of them")
     run.add_argument(
-        "--all", action="store_true", help="also run cells marked eval: false, notest or slow"
+        "--all", action="store_true", help="also run cells marked eval: false or notest"
     )
     run.set_defaults(function=execute)
     render = commands.add_parser("readme", help="write README.md from nbs/index.ipynb")
