@@ -268,7 +268,7 @@ def staying(
     w: Tensor,  # the same, finite: from `kept_finite`
     before: Tensor,  # its `latent()`, shape of `to`
 ) -> Tensor | None:  # bool, shape of `to`; None: nowhere, for a code alone is rounded to itself
-    "Where a code, and what is beside it, stay: at what is not finite and, in a storage that is still, at steps of zero."
+    "Where code and remainder stay: at what is not finite and, in a storage that is still, at steps of zero."
     if to.residual is None: return None
     if to.kind.still: return w == before
     return None if w is given else ~given.isfinite()
