@@ -265,7 +265,7 @@ def encode(
 def staying(
     to: GridTensor,
     given: Tensor,  # new values, shape of `to`
-    w: Tensor,  # the same, finite: from `kept_finite`
+    w: Tensor,  # the same, finite: from `kept_finite`, shape of `to`
     before: Tensor,  # its `latent()`, shape of `to`
 ) -> Tensor | None:  # bool, shape of `to`; None: nowhere, for a code alone is rounded to itself
     "Where code and remainder stay: at what is not finite and, in a storage that is still, at steps of zero."
