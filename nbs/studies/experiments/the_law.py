@@ -3,9 +3,9 @@ the arms that advice rests on.
 
 python nbs/studies/experiments/the_law.py --out FOLDER [--part NAME,...] [--workers N]
 
-Rows go to FOLDER/formats, FOLDER/levels and FOLDER/scratch, each a ledger.jsonl; the command resumes where it
-was stopped. `python .ci/ledger.py FOLDER/PLACE/ledger.jsonl nbs/results/law` stores them. The predictions are
-part 8 of nbs/studies/protocol_2.ipynb.
+Rows go to FOLDER/formats, FOLDER/levels and FOLDER/scratch, each a ledger.jsonl; stored rows are put in first,
+and the command resumes where it was stopped. `python .ci/ledger.py FOLDER/PLACE/ledger.jsonl nbs/results/law`
+stores them. The predictions are part 8 of nbs/studies/protocol_2.ipynb.
 """
 import argparse
 import os
@@ -23,7 +23,7 @@ import torch
 from altgrad.basics import INK, InputError
 from altgrad.evidence.bench import PROTOCOLS, Trial
 from altgrad.evidence.instrument import Arm, Bench
-from altgrad.evidence.sweep import Job, Ledger, Matrix, Plan, Sweep, loss_of_row, tuning
+from altgrad.evidence.sweep import Job, Ledger, Matrix, Plan, Sweep, loss_of_row, read_rows, tuning
 from altgrad.geometry.catalogue import RULES
 from altgrad.geometry.spacing import stiffness_floor
 from altgrad.numbers.formats import EIGHT_BIT, get_format, ulp
@@ -36,6 +36,7 @@ import sizes
 from loss_against_bits import METHODS, PANELS
 from other_reasons import GRID, MARGIN, Claim, Losses, Part, gap
 
+STORE = sizes.RESULTS / "law"
 FITTED = ("E3M4", "E4M3", "E5M2", "E6M1", "E7M0")  # the formats that the share is of
 RELATIVE = ("E5M0b15", "E4M1b7", "E3M0b3", "E3M2b3")  # formats whose spacing is relative
 NEW = (*RELATIVE, "E2M3b1")
@@ -286,8 +287,10 @@ def jobs_of(name: str, rates: Mapping[str, sizes.Tuned]) -> list[Job]:
 
 class Confirmed(Sweep):
     "Runs of a place whose rates are known."
-    def __init__(self, name: str, out: Path, bench: Bench, rates: Mapping[str, sizes.Tuned]):
-        super().__init__(PLACES[name].matrix(name), out, bench)
+    def __init__(
+        self, name: str, out: Path, bench: Bench, rates: Mapping[str, sizes.Tuned], accept: Iterable[str] = (),
+    ):
+        super().__init__(PLACES[name].matrix(name), out, bench, accept)
         self.jobs = jobs_of(name, rates)
 
     def plan(self) -> Plan:
@@ -296,19 +299,32 @@ class Confirmed(Sweep):
         return Plan("confirm" if jobs else "done", jobs, [], {})
 
 
+def begin(out: Path, matrices: Iterable[str]) -> set[str]:
+    "Put the stored rows that a ledger lacks into it, and return the codes of its rows."
+    ledger = Ledger(out)
+    known = {row["run"] for row in ledger.rows()}
+    stored = [row for name in matrices if (path := STORE / f"{name}.parquet").is_file() for row in read_rows(path)]
+    if lacking := [row for row in stored if row["run"] not in known]:
+        with ledger.writing() as append:
+            for row in lacking: append(row)
+    return {row["code"] for row in ledger.rows()}
+
+
 def sweep_of(name: str, out: Path) -> Sweep:
     "The runs of a part; InputError before its rates are tuned."
     if name in TRIALS:
+        codes = begin(out / name, [f"law-{name}"])
         arms = TRIALS[name]().made()
         new = {arm: arms[arm] for arm in arms if not any(word in arm for word in STORED)}
-        return Trial(new, out / name, replace(BENCH, name=f"law-{name}", compiled=False))
+        return Trial(new, out / name, replace(BENCH, name=f"law-{name}", compiled=False), codes)
     out = out / "scratch"
+    codes = begin(out, PLACES)
     bench = sizes.bench_of(PLACES[name], out)
-    if name in TUNINGS: return Sweep(PLACES[name].matrix(name), out, bench)
+    if name in TUNINGS: return Sweep(PLACES[name].matrix(name), out, bench, codes)
     tuned = PLACES[name].tuned
     rates = tuned_rates(Ledger(out).rows(), tuned)
     if not set(PLACES[name].arms) <= set(rates): raise InputError(f"the rates are not tuned: run --part {tuned}")
-    return Confirmed(name, out, bench, rates)
+    return Confirmed(name, out, bench, rates, codes)
 
 
 def main() -> int:
