@@ -238,8 +238,9 @@ def share_in_weights(fmt: str, power: float, checkpoint: str = BENCH.confirm[0])
         if w.dim() != 2 or not name.startswith("blocks."): continue
         scale = scale_of(w, fmt, "tensor")
         q = fake_quantize(w, fmt, scale) / scale
-        spacing = ulp(get_format(fmt), q) * scale
-        stiffness = torch.maximum(spacing, stiffness_floor(q, get_format(fmt), 0.0, FLOOR) * scale).double() ** power
+        spacing, floor = ulp(get_format(fmt), q).double(), stiffness_floor(q, get_format(fmt), 0.0, FLOOR)
+        stiffness = (torch.maximum(spacing, floor) * scale) ** power
+        spacing *= scale
         plain += spacing.sum().item()
         moved += (spacing * stiffness / stiffness.square().mean().sqrt()).sum().item()
     return 1 - moved / plain
