@@ -1,6 +1,7 @@
 """What all tests share: the mark of those that need a GPU, which files begin, what the garbage collector
 looks at, workers that start in a moment, one temporary folder, and what is made once for all."""
 import gc
+import os
 import shutil
 import sys
 import tempfile
@@ -25,23 +26,21 @@ def pytest_configure(config):
         "markers", "slow: takes about ten seconds or more; `make rest` runs it, `make test` does not")
     config.addinivalue_line("markers", "cuda: computes on a GPU, and is skipped where there is none; see `make gpu`")
     gc.set_threshold(10_000, 10, 100)  # a ledger of ten thousand rows has the collector begin again and again
+    if not hasattr(config, "workerinput"): open_temporary_folder(config)  # workers inherit it
+
+
+def open_temporary_folder(config):
+    "What libraries and killed processes leave goes at the end; the path is short, as sockets lie there."
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own stays where it is
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder.name
+    current_process()._config["tempdir"] = folder.name  # or multiprocessing makes its own
 
 
 def pytest_collection_modifyitems(items):
     order = {f"test_{name}.py": k for k, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def temporary_folder(tmp_path_factory):
-    "What libraries and killed processes leave goes at the end; the path is short, as sockets lie there."
-    tmp_path_factory.getbasetemp()  # pytest's own is not in it
-    with pytest.MonkeyPatch.context() as patch:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            patch.setenv("TMPDIR", folder)
-            patch.setattr(tempfile, "tempdir", folder)
-            patch.setitem(current_process()._config, "tempdir", folder)  # or multiprocessing makes its own
-            yield
 
 
 @pytest.fixture(scope="session")
