@@ -43,12 +43,14 @@ def test_gains_and_what_exceeds_the_law_are_paired_by_checkpoint():
         grid, rule, rule32 = (table[fmt, s, p] for s, p in ((law.GRID, 0.0), (law.GRID, -1.0), ("fp32", -1.0)))
         excess = (grid - rule) - (plain - rule32) - law.SHARE * (grid - plain)
         assert len(excess) == 10
+        # the same sums of float64 in another order
         assert law.gain(losses, fmt).mean == pytest.approx((grid - rule).mean(), abs=1e-12)
         assert law.excess(losses, fmt, law.SHARE).mean == pytest.approx(excess.mean(), abs=1e-12)
 
 
 def test_the_share_of_noise_in_weights_is_none_in_fixed_point_and_grows_with_the_power():
-    assert law.share_in_weights("E0M7", -1.0) == pytest.approx(0, abs=1e-9)  # one spacing: sums of float64
+    # one spacing, or no bending: two equal sums of float64
+    assert law.share_in_weights("E0M7", -1.0) == pytest.approx(0, abs=1e-9)
     assert law.share_in_weights("E4M3", 0.0) == pytest.approx(0, abs=1e-9)
     shares = [law.share_in_weights("E4M3", p) for p in (-1.0, -0.5, 0.5, 1.0)]
     assert shares == sorted(shares, reverse=True)

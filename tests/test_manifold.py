@@ -299,9 +299,8 @@ def test_floors(name, options):
     close(m.norm(y, m.transp(x, y, y - x)), m.norm(x, y - x), 16 * 2.0**-53)
     t = torch.linspace(0, 1, 4001, dtype=torch.float64)[:, None]
     path = m.expmap(x, t * m.logmap(x, y))
-    # the mesh's error
     length = (path.diff(dim=0).abs() / m.stiffness((path[1:] + path[:-1]) / 2, like=x)).sum(0)
-    close(length, m.dist(x, y), 2e-3, atol=2e-3)
+    close(length, m.dist(x, y), 2e-3, atol=2e-3)  # the mesh's error
     assert (m.dist(x, y) <= FP8Manifold(name, scale=0.5).dist(x, y) + known).all()
     # the ordinary geometry
     if options == dict(floor_octaves=0):
